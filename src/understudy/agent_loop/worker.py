@@ -1,0 +1,59 @@
+"""One worker for all loops and modalities: runs episodes concurrently and turns what goes wrong into a failure."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from understudy.agent_loop.contract import AgentLoop, LoopContext, Tokenizer
+from understudy.data.trajectory import Episode, EpisodeKey, Prompt
+from understudy.engines.contract import GenerateRequest, Generation, Sampling
+from understudy.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFailure:
+    """An episode whose loop raised."""
+
+    key: EpisodeKey
+    prompt: Prompt
+    reason: str
+    detail: str
+    """the traceback"""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLoopWorker:
+    """Runs episodes; as many at the same time as it is asked to."""
+
+    loops: Mapping[str, AgentLoop]
+    default_loop: str
+    tokenizer: Tokenizer
+    max_prompt_tokens: int
+    send: Callable[[GenerateRequest], Awaitable[Generation]]
+
+    async def run(self, prompt: Prompt, key: EpisodeKey, sampling: Sampling, seed: int) -> Episode | EpisodeFailure:
+        """A mistake of the user (`UserError`) stops the run; any other error of a loop fails its episode."""
+        name = prompt.agent_loop or self.default_loop
+        context = LoopContext(key, seed, sampling, self.tokenizer, self.max_prompt_tokens, self.send)
+        try:
+            if name not in self.loops:
+                raise UserError(f"{prompt}: no agent loop is named {name!r}; there are {', '.join(sorted(self.loops))}")
+            episode = await self.loops[name].run(prompt, context)
+            _check(episode, name)
+        except UserError:
+            raise
+        except Exception as error:
+            reason = f"agent loop {name!r} raised {type(error).__name__} on {prompt}: {error}"
+            return EpisodeFailure(key, prompt, reason, traceback.format_exc())
+        return episode
+
+
+def _check(episode: Episode, name: str) -> None:
+    """What a loop of the user's may get wrong, said before it reaches the queue."""
+    if not episode.trajectories:
+        raise ValueError(f"loop {name!r} returned an episode without trajectories")
+    for number, trajectory in enumerate(episode.trajectories):
+        if len(trajectory.tokens) == 0 or bool(trajectory.mask[0]):
+            raise ValueError(f"trajectory {number}: the first token cannot be an action, nothing stands before it")

@@ -1,0 +1,259 @@
+"""The one place that wires parts together: config in, a run that is ready to go out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from understudy.agent_loop import single_turn  # noqa: F401  # registers the loop
+from understudy.agent_loop.contract import LOOPS, Tokenizer, render_prompt
+from understudy.agent_loop.manager import RolloutManager
+from understudy.agent_loop.worker import AgentLoopWorker
+from understudy.algorithms.contract import Algorithm, TeacherHead
+from understudy.algorithms.distill import distill
+from understudy.config.schema import Config, Teacher, TextSampling
+from understudy.data.prompts import PromptSet, PromptStream, load_prompts
+from understudy.data.trajectory import Key, Prompt, Trajectory
+from understudy.engines.contract import GenerateRequest, Generation, Sampling, Want
+from understudy.engines.torch_lm import TorchEngine
+from understudy.errors import UserError
+from understudy.learner.optimizer import build_optimizer
+from understudy.learner.update import Limits
+from understudy.models.attention import NAME as ATTENTION
+from understudy.models.causal_lm import CausalLM
+from understudy.models.loading import apply_lora, load_causal_lm
+from understudy.models.tokenizers import SafeTokenizer, compare
+from understudy.models.weights import trainable
+from understudy.policy.text import log_probs
+from understudy.queue.memory import MemoryQueue
+from understudy.routing import Router
+from understudy.runtime.inline import InlineScheduler
+from understudy.scoring import EpisodeScorer
+from understudy.teachers.client import ResidentTeacher, TeacherClient
+from understudy.teachers.pool import TeacherPool
+
+Report = Callable[[str], None]
+
+CHECKED_PROMPTS = 20_000
+"""So many prompts are rendered before the run starts, to find those that are too long; later ones when drawn."""
+PREFIX_TOKENS = 4096
+"""Prompt tokens whose keys and values an engine keeps for the other samples of the same prompts."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything a run consists of."""
+
+    config: Config
+    tokenizer: SafeTokenizer
+    student: CausalLM
+    exportable: nn.Module
+    """the student as it is saved: with its adapter, if it has one"""
+    optimizer: torch.optim.Optimizer
+    algorithm: Algorithm
+    heads: tuple[TeacherHead, ...]
+    student_engine: TorchEngine
+    teacher_engines: dict[str, TorchEngine]
+    teachers: TeacherClient
+    queue: MemoryQueue
+    manager: RolloutManager
+    stream: PromptStream
+    heldout: PromptSet | None
+    limits: Limits
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return list(trainable(self.student.model))
+
+    def scheduler(self) -> InlineScheduler:
+        """Drives the engines while it is entered."""
+        return InlineScheduler([self.student_engine, *self.teacher_engines.values()], self.config.engine.score_every)
+
+    def scorer(self, want: Want) -> EpisodeScorer:
+        """What completes the rows of finished episodes."""
+
+        async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+            return await self.teachers.score(key, prompt, trajectory, want)
+
+        return EpisodeScorer(self.queue, (judge,))
+
+    def sampling(self, settings: TextSampling) -> Sampling:
+        return Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_tokens=settings.min_tokens,
+            max_tokens=settings.max_tokens,
+            stop_ids=self.tokenizer.eos_ids,
+            stop_strings=settings.stop,
+        )
+
+    def training_want(self) -> Want:
+        """What the algorithm asks of teachers."""
+        payload = self.algorithm.payload
+        return Want(sampled=payload in ("sampled", "top_k"), top_k=self.algorithm.top_k, hidden=payload == "full")
+
+
+def assemble(config: Config, report: Report = lambda line: None) -> Parts:
+    """Load models and data, check that they fit together, and connect the parts."""
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    for plugin in config.plugins:
+        load_plugin(plugin)
+    train = load_prompts(config.data, config.data.train)
+    heldout = load_prompts(config.data, config.data.validation) if config.data.validation else None
+    tokenizer = SafeTokenizer.load(config.student.path, report)
+    model = load_causal_lm(config.student, attention=ATTENTION, progress=report)
+    exportable: nn.Module = model
+    if config.student.lora is not None:
+        exportable = apply_lora(model, config.student.lora, config.seed)
+    student = CausalLM(model)
+    loaded = {
+        name: _load_teacher(name, settings, student, tokenizer, report) for name, settings in config.teachers.items()
+    }
+    vocabulary = min(shared for _, _, shared in loaded.values())
+    teachers = _resident(config, loaded, vocabulary)
+    _check_prompts(config, [p for p in (train, heldout) if p is not None], tokenizer, teachers.client)
+
+    engine = TorchEngine(
+        student,
+        slots=config.engine.slots,
+        context=config.engine.context,
+        vocabulary=vocabulary,
+        decode=tokenizer.decode,
+        prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+    )
+    algorithm = distill(**config.algorithm.model_dump(exclude={"name"}), heads=teachers.heads)
+    return Parts(
+        config=config,
+        tokenizer=tokenizer,
+        student=student,
+        exportable=exportable,
+        optimizer=build_optimizer(config.optimizer, list(trainable(model))),
+        algorithm=algorithm,
+        heads=teachers.heads,
+        student_engine=engine,
+        teacher_engines=teachers.engines,
+        teachers=teachers.client,
+        queue=MemoryQueue(),
+        manager=_manager(config, engine, tokenizer),
+        stream=PromptStream(train, config.seed, config.data.shuffle),
+        heldout=heldout,
+        limits=Limits(
+            micro_batch_tokens=config.optimizer.micro_batch_tokens,
+            logit_tokens=config.optimizer.logit_tokens,
+            temperature=config.rollout.temperature or 1.0,
+            vocabulary=vocabulary,
+        ),
+    )
+
+
+def load_plugin(path: str) -> None:
+    """Run a user's file, which registers what it defines."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"plugins: {path} does not exist (looked for {file.absolute()})")
+    spec = importlib.util.spec_from_file_location(f"understudy_plugin_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"plugins: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Teachers:
+    client: TeacherClient
+    engines: dict[str, TorchEngine]
+    heads: tuple[TeacherHead, ...]
+
+
+def _load_teacher(
+    name: str, settings: Teacher, student: CausalLM, student_tokenizer: SafeTokenizer, report: Report
+) -> tuple[CausalLM, SafeTokenizer, int]:
+    """Model, tokenizer, and the number of ids that it shares with the student."""
+    tokenizer = SafeTokenizer.load(settings.path, report)
+    model = CausalLM(load_causal_lm(settings, attention=ATTENTION, progress=report))
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(False)
+    shared = compare(
+        student_tokenizer,
+        tokenizer,
+        student_head=student.head.vocabulary,
+        teacher_head=model.head.vocabulary,
+        student_name="the student",
+        teacher_name=f"teacher {name!r}",
+    )
+    for warning in shared.warnings:
+        report(warning)
+    return model, tokenizer, shared.size
+
+
+def _resident(config: Config, loaded: dict[str, tuple[CausalLM, SafeTokenizer, int]], vocabulary: int) -> _Teachers:
+    engines: dict[str, TorchEngine] = {}
+    residents: dict[str, ResidentTeacher] = {}
+    heads: list[TeacherHead] = []
+    for index, (name, (model, tokenizer, _)) in enumerate(loaded.items()):
+        settings = config.teachers[name]
+        engines[name] = TorchEngine(
+            model,
+            slots=config.engine.slots,
+            context=config.engine.context,
+            batch_tokens=settings.batch_tokens,
+            temperature=settings.temperature,
+            vocabulary=vocabulary,
+            prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+        )
+        residents[name] = ResidentTeacher(TeacherPool(name, [engines[name]]), index, tokenizer, settings.system_prompt)
+        heads.append(TeacherHead(name, _head(model, settings.temperature, vocabulary)))
+    return _Teachers(TeacherClient(residents, config.data.teacher_column), engines, tuple(heads))
+
+
+def _head(model: CausalLM, temperature: float, vocabulary: int) -> Callable[[Tensor], Tensor]:
+    def expand(hidden: Tensor) -> Tensor:
+        return log_probs(model.head(hidden, vocabulary), temperature)
+
+    return expand
+
+
+def _manager(config: Config, engine: TorchEngine, tokenizer: Tokenizer) -> RolloutManager:
+    router = Router("student", [engine])
+
+    async def send(request: GenerateRequest) -> Generation:
+        return await router.call(request.order[:2], lambda replica: replica.generate(request))
+
+    loops = {name: build() for name, build in LOOPS.items()}
+    if config.rollout.agent_loop not in loops:
+        known = ", ".join(sorted(loops))
+        raise UserError(f"rollout.agent_loop: no loop is named {config.rollout.agent_loop!r}; there are {known}")
+    limit = config.data.max_prompt_tokens
+    worker = AgentLoopWorker(loops, config.rollout.agent_loop, tokenizer, limit, send)
+    return RolloutManager([worker])
+
+
+def _check_prompts(config: Config, sets: list[PromptSet], tokenizer: SafeTokenizer, client: TeacherClient) -> None:
+    """Prompts that are too long, ask for unknown teachers or loops, or do not fit the engine: before the run starts."""
+    longest = config.data.max_prompt_tokens
+    room = config.engine.context - max(config.rollout.max_tokens, config.validation.max_tokens)
+    mistakes: list[str] = []
+    for prompt in (p for prompts in sets for p in prompts[:CHECKED_PROMPTS]):
+        try:
+            client.route(prompt)
+            tokens = render_prompt(tokenizer, prompt, longest)
+            if len(tokens) > room:
+                raise UserError(
+                    f"{prompt}: {len(tokens)} prompt tokens and the longest answer do not fit "
+                    f"engine.context = {config.engine.context}"
+                )
+            if prompt.agent_loop is not None and prompt.agent_loop not in LOOPS:
+                raise UserError(f"{prompt}: no agent loop is named {prompt.agent_loop!r}")
+        except UserError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        more = f"\n  … and {len(mistakes) - 10} more" if len(mistakes) > 10 else ""
+        raise UserError("\n  ".join([f"{len(mistakes)} prompts cannot be used:", *mistakes[:10]]) + more)

@@ -1,0 +1,209 @@
+"""The command line: argv -> config -> train(). Heavy imports happen inside commands, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from understudy.errors import UserError
+
+RUN_CONFIG = "config.yaml"
+"""The resolved configuration in a run's directory."""
+
+Handler = Callable[[argparse.Namespace], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0, 2 for a mistake the user can fix, 130 for Ctrl-C."""
+    args = _parse(argv)
+    handler: Handler = args.handler
+    try:
+        handler(args)
+    except UserError as error:
+        print(f"understudy: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("understudy: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train_command(args: argparse.Namespace) -> None:
+    from understudy.config.load import load
+
+    config = load(args.recipe, args.overrides).config
+    from understudy.train import train
+
+    run = train(config)
+    print(f"run: {run}")
+
+
+def resume_command(args: argparse.Namespace) -> None:
+    run = _existing_run(args.run)
+    from understudy.train import resume
+
+    run = resume(run, args.steps)
+    print(f"run: {run}")
+
+
+def eval_command(args: argparse.Namespace) -> None:
+    from understudy.config.load import load
+
+    target = Path(args.target)
+    run = _existing_run(args.target) if target.is_dir() else None
+    if run is None and args.checkpoint is not None:
+        raise UserError(f"--checkpoint belongs to a run, and {target} is not a run's directory")
+    config = load(run / RUN_CONFIG if run else target, args.overrides).config
+    from understudy.evaluate import evaluate_run
+
+    measures = evaluate_run(config, run, args.checkpoint or "latest")
+    for name, value in measures.items():
+        print(f"{name:<16} {value:.6g}")
+
+
+def show_command(args: argparse.Namespace) -> None:
+    from understudy.config.load import load
+    from understudy.config.show import plain, show, table
+
+    rows = show(load(args.recipe, args.overrides))
+    if args.plain:
+        print(plain(rows))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(table(rows, descriptions=console.width >= 120))
+
+
+def export_command(args: argparse.Namespace) -> None:
+    run = _existing_run(args.run)
+    from understudy.export import export_run
+
+    export_run(run, Path(args.out), args.checkpoint, args.keep_adapter)
+    print(f"exported: {args.out}")
+
+
+def _existing_run(name: str) -> Path:
+    run = Path(name)
+    if not run.is_dir():
+        raise UserError(f"{run} is not a run: there is no such directory")
+    if not (run / RUN_CONFIG).is_file():
+        raise UserError(f"{run} is not a run: it has no {RUN_CONFIG}")
+    return run
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with overrides allowed before and after options (argparse alone takes only the first lot)."""
+    args, rest = _parser().parse_known_args(argv)
+    command: argparse.ArgumentParser = args.command_parser
+    stray = [word for word in rest if word.startswith("-") or "overrides" not in args]
+    if stray:
+        command.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="understudy",
+        description="On-policy post-training: a student model acts, teachers judge every action, the student learns.",
+        epilog="example: understudy train recipes/quickstart.yaml steps=20",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = _command(commands, "train", train_command, "train a student as a recipe says", _TRAIN)
+    _add_recipe(train)
+
+    resume = _command(commands, "resume", resume_command, "go on with a run that was stopped or killed", _RESUME)
+    resume.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    resume.add_argument("--steps", type=_positive, metavar="N", help="train to step N instead of the recipe's `steps`")
+
+    evaluate = _command(commands, "eval", eval_command, "measure a student on held-out prompts", _EVAL)
+    evaluate.add_argument("target", metavar="RUN_OR_RECIPE", help="directory of a run, or a recipe (untrained student)")
+    _add_overrides(evaluate)
+    _add_checkpoint(evaluate, default=None)
+
+    config = commands.add_parser("config", help="look at configurations", allow_abbrev=False)
+    shown = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show = _command(shown, "show", show_command, "print what a run would read and where each value comes from", _SHOW)
+    _add_recipe(show)
+    show.add_argument("--plain", action="store_true", help="one line per key: key = value  # origin")
+
+    export = _command(commands, "export", export_command, "write a checkpoint as a Hugging Face directory", _EXPORT)
+    export.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    export.add_argument("out", metavar="OUT", help="directory to write")
+    _add_checkpoint(export, default="latest")
+    export.add_argument("--keep-adapter", action="store_true", help="write the LoRA adapter instead of merging it")
+    return parser
+
+
+_TRAIN = """example: understudy train recipes/quickstart.yaml steps=20 optimizer.lr=5e-5
+
+A recipe is a YAML file. key=value words change it: keys are dotted, values are YAML
+(student.lora={rank: 8} in quotes for the shell, data.validation=null).
+`understudy config show RECIPE` lists the keys."""
+_RESUME = "example: understudy resume runs/quickstart"
+_EVAL = """example: understudy eval runs/quickstart --checkpoint best
+example: understudy eval recipes/quickstart.yaml student.drop_layers=[]"""
+_SHOW = "example: understudy config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
+_EXPORT = """example: understudy export runs/quickstart my-model --checkpoint best
+
+The directory can then be opened with transformers' AutoModelForCausalLM.from_pretrained."""
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, handler: Handler, what: str, example: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog=example,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=handler, command_parser=parser)
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, e.g. recipes/quickstart.yaml")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="change a setting, e.g. optimizer.lr=5e-5")
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, default: str | None) -> None:
+    names = "latest (the default), best, or a name such as step-000010"
+    parser.add_argument("--checkpoint", metavar="NAME", default=default, help=names)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
+        from importlib.metadata import version
+
+        print(f"understudy {version('understudy')}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Held-out measures, taken through the same loop, teachers and queue as training.
+
+- kl: KL(student‖teacher) on the student's own samples, full vocabulary, temperature 1, fixed seeds;
+- kl_fixed: KL(teacher‖student) on continuations that the teacher wrote once, the same text every time;
+- top1_agreement: how often both would pick the same token of that text; entropy and length of the samples beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from understudy.agent_loop.contract import derive_seed, render_prompt
+from understudy.agent_loop.worker import EpisodeFailure
+from understudy.algorithms.measures import TeacherMeasures
+from understudy.assemble import Parts, assemble
+from understudy.checkpoint import CheckpointStore, load
+from understudy.config.schema import Config
+from understudy.data.ragged import Ragged
+from understudy.data.trajectory import Batch, EpisodeKey, GroupKey, Key, Prompt, Trajectory
+from understudy.engines.contract import GenerateRequest, Sampling, Want
+from understudy.errors import UserError
+from understudy.learner.update import measure
+from understudy.models.weights import copy_into
+from understudy.record.run_directory import EvalSample
+
+COLUMNS = ("tokens", "mask", "behaviour_logp", "teacher_hidden", "teacher_index")
+FULL = Want(hidden=True)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One look at the held-out prompts."""
+
+    metrics: dict[str, float]
+    samples: list[EvalSample]
+
+
+class Evaluator:
+    """Evaluates the student as it is now. Teacher continuations are made on first use and kept in `directory`."""
+
+    def __init__(self, parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None) -> None:
+        if parts.heldout is None:
+            raise UserError("data.validation is not set: there are no held-out prompts to evaluate on")
+        self.parts = parts
+        self.settings = parts.config.validation
+        wanted = self.settings.prompts or len(parts.heldout)
+        self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
+        self.file = directory / "teacher_text.safetensors"
+        self.progress = progress
+        self._fixed: Batch | None = None
+        self._uids = itertools.count()
+        self._limits = replace(parts.limits, temperature=1.0)
+
+    async def __call__(self) -> Evaluation:
+        """Needs a running scheduler."""
+        loss = TeacherMeasures(self.parts.heads)
+        batch = await self._sample()
+        own = measure(self.parts.student, batch, [loss], self._limits)
+        fixed = measure(self.parts.student, await self._fixed_text(), [loss], self._limits)
+        metrics = {
+            "kl": _mean(own["kl"]),
+            "kl_fixed": _mean(fixed["kl_forward"]),
+            "top1_agreement": _mean(fixed["top1_agreement"]),
+            "entropy": _mean(own["entropy"]),
+            "length": float(own["kl"].lengths.double().mean()),
+        }
+        return Evaluation(metrics, self._samples(batch, own["kl"]))
+
+    async def _sample(self) -> Batch:
+        """The student answers every held-out prompt with seeds that depend on the prompt alone."""
+        parts, total = self.parts, len(self.prompts)
+        prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
+        for prompt in prompts:
+            await parts.queue.open(GroupKey("validation", prompt.uid), 1)
+        scorer, seed = parts.scorer(FULL), parts.config.seed
+        sampling = parts.sampling(self.settings)
+        async with asyncio.TaskGroup() as tasks:
+            episodes = parts.manager.stream(
+                "validation",
+                prompts,
+                1,
+                sampling,
+                lambda prompt, sample: derive_seed(seed, "validation", prompt.source, prompt.row, sample),
+            )
+            done = 0
+            async for outcome in episodes:
+                done += 1
+                self.progress("evaluating: answers", done, total)
+                if isinstance(outcome, EpisodeFailure):
+                    raise RuntimeError(f"validation failed: {outcome.reason}\n{outcome.detail}")
+                tasks.create_task(scorer(outcome, step=-1))
+        ref = await parts.queue.take("validation", COLUMNS, len(prompts))
+        batch = await parts.queue.get(ref, COLUMNS)
+        await parts.queue.clear(ref)
+        return batch
+
+    async def _fixed_text(self) -> Batch:
+        """Teacher continuations with the teacher's hidden states; the text is written once and then read."""
+        if self._fixed is None:
+            rows = self._read() or await self._write()
+            scored = [
+                self.parts.teachers.score(Key("fixed", i, 0, 0, 0), prompt, row, FULL)
+                for i, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True))
+            ]
+            columns = await asyncio.gather(*scored)
+            hidden = [c["teacher_hidden"] for c in columns]
+            self._fixed = Batch(
+                tuple(Key("fixed", i, 0, 0, 0) for i in range(len(rows))),
+                {
+                    "tokens": Ragged.from_rows([r.tokens for r in rows], dtype=torch.int64),
+                    "mask": Ragged.from_rows([r.mask for r in rows], dtype=torch.bool),
+                    "behaviour_logp": Ragged.from_rows([r.behaviour_logp for r in rows], dtype=torch.float32),
+                    "teacher_hidden": Ragged.from_rows(hidden, dtype=torch.float32, trailing=hidden[0].shape[1:]),
+                },
+                {"teacher_index": torch.stack([c["teacher_index"] for c in columns])},
+            )
+        return self._fixed
+
+    def _read(self) -> list[Trajectory] | None:
+        if not self.file.exists():
+            return None
+        kept = load_file(self.file)
+        tokens, masks = (Ragged(kept[name], kept[f"{name}_offsets"]).rows() for name in ("tokens", "mask"))
+        return [_given(t, m) for t, m in zip(tokens, masks, strict=True)] if len(tokens) == len(self.prompts) else None
+
+    async def _write(self) -> list[Trajectory]:
+        rows = await asyncio.gather(*(self._continue(prompt, number) for number, prompt in enumerate(self.prompts)))
+        self.progress("evaluating: teacher text", len(rows), len(rows))
+        tokens = Ragged.from_rows([r.tokens for r in rows], dtype=torch.int64)
+        mask = Ragged.from_rows([r.mask for r in rows], dtype=torch.bool)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.file.with_suffix(".tmp")
+        save_file(
+            {
+                "tokens": tokens.values,
+                "tokens_offsets": tokens.offsets,
+                "mask": mask.values,
+                "mask_offsets": mask.offsets,
+            },
+            temporary,
+        )
+        temporary.replace(self.file)
+        return list(rows)
+
+    async def _continue(self, prompt: Prompt, number: int) -> Trajectory:
+        """What the prompt's own teacher writes after it, at temperature 1 and of forced length."""
+        parts = self.parts
+        tokens = render_prompt(parts.tokenizer, prompt, parts.config.data.max_prompt_tokens)
+        length = self.settings.fixed_tokens
+        sampling = Sampling(min_tokens=length, max_tokens=length, stop_ids=parts.tokenizer.eos_ids)
+        key = EpisodeKey("fixed", number, 0)
+        seed = derive_seed(parts.config.seed, "fixed", prompt.source, prompt.row)
+        request = GenerateRequest("/".join(map(str, key)), tokens, sampling, seed, key)
+        answer = await parts.teacher_engines[parts.teachers.route(prompt)].generate(request)
+        mask = torch.zeros(len(tokens) + len(answer.tokens), dtype=torch.bool)
+        mask[len(tokens) :] = True
+        return _given(torch.cat([tokens, answer.tokens]), mask)
+
+    def _samples(self, batch: Batch, divergence: Ragged) -> list[EvalSample]:
+        """The answer to each prompt (its first trajectory), as text with a divergence for every token."""
+        samples = []
+        by_uid = {key.uid: row for row, key in reversed(list(enumerate(batch.keys)))}
+        for number, row in enumerate(by_uid[uid] for uid in sorted(by_uid)):
+            ids = batch.columns["tokens"].row(row)[batch.columns["mask"].row(row)].tolist()
+            pieces = tuple(self.parts.tokenizer.pieces(ids))
+            samples.append(EvalSample(number, prompt_text(self.prompts[number]), pieces, _floats(divergence.row(row))))
+        return samples
+
+
+def evaluate_run(config: Config, run: Path | None, checkpoint: str) -> dict[str, float]:
+    """Measures of a run's checkpoint, or of an untrained student when `run` is None."""
+    from understudy.record.display import Display
+
+    with Display(0, f"eval {config.name}") as display:
+        parts = assemble(config, display.note)
+        if run is not None:
+            found = load(CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint))
+            copy_into(parts.student.model, found.tensors["model"])
+        directory = (run or Path(config.out) / config.name) / "validation"
+
+        async def go() -> Evaluation:
+            async with parts.scheduler():
+                return await Evaluator(parts, directory, display.progress)()
+
+        return asyncio.run(go()).metrics
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as people read it: its last user message."""
+    if prompt.text is not None:
+        return prompt.text
+    users: Sequence[str] = [m.content for m in prompt.messages if m.role == "user"]
+    return users[-1] if users else prompt.messages[-1].content
+
+
+def _given(tokens: torch.Tensor, mask: torch.Tensor) -> Trajectory:
+    actions = int(mask.sum())
+    return Trajectory(tokens, mask, torch.zeros(actions), torch.zeros(actions, dtype=torch.int32))
+
+
+def _mean(column: Ragged) -> float:
+    return float(column.values.double().mean())
+
+
+def _floats(values: torch.Tensor) -> tuple[float, ...]:
+    return tuple(values.tolist())

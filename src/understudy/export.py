@@ -1,0 +1,24 @@
+"""A checkpoint as a directory that `transformers` (or peft) loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from understudy.checkpoint import CheckpointStore, load
+from understudy.config.load import load as load_config
+from understudy.errors import UserError
+from understudy.models.loading import apply_lora, load_causal_lm, save_hf
+from understudy.models.tokenizers import SafeTokenizer
+from understudy.models.weights import copy_into
+
+
+def export_run(run: Path, out: Path, checkpoint: str = "latest", keep_adapter: bool = False) -> None:
+    """Write a checkpoint of a run to `out`; a LoRA adapter is merged unless `keep_adapter`."""
+    config = load_config(run / "config.yaml").config
+    if keep_adapter and config.student.lora is None:
+        raise UserError(f"{run} trained all weights: there is no adapter to keep, leave --keep-adapter out")
+    found = load(CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint))
+    model = load_causal_lm(config.student)
+    saved = apply_lora(model, config.student.lora, config.seed) if config.student.lora is not None else model
+    copy_into(model, found.tensors["model"])
+    save_hf(saved, SafeTokenizer.load(config.student.path), out, keep_adapter)

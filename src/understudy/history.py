@@ -1,0 +1,251 @@
+"""What a run writes down and reads again: steps, evaluations, checkpoints, the summary, the way back from a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from understudy import checkpoint as checkpoints
+from understudy.config.schema import Config
+from understudy.data.ragged import Ragged
+from understudy.data.trajectory import Batch, Prompt
+from understudy.evaluate import prompt_text
+from understudy.learner.update import NonFiniteLoss
+from understudy.models.weights import copy_into
+from understudy.queue.contract import BatchRef
+from understudy.record.display import final_table
+from understudy.record.report import write_report
+from understudy.record.run_directory import RolloutRow, RunDirectory
+from understudy.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
+
+if TYPE_CHECKING:
+    from understudy.train import Run
+
+Writers = list[MetricWriter]
+SAMPLED_ROLLOUTS = 4
+"""Trajectories of each step that `record.rollouts: sample` keeps."""
+
+
+def open_writers(config: Config, directory: RunDirectory) -> Writers:
+    """The optional writers that the recipe asks for."""
+    writers: Writers = []
+    for name in config.record.writers:
+        if name == "tensorboard":
+            writers.append(TensorBoardWriter(directory.path / "tensorboard"))
+        else:
+            project = name.removeprefix("wandb:")
+            writers.append(WandbWriter(project, config.name, directory.path, config.model_dump(mode="json")))
+    return writers
+
+
+async def validate(run: Run) -> None:
+    """Evaluate and write it down; the evaluation before the first step is made once in the life of a run."""
+    if run.evaluator is None:
+        return
+    if run.step == 0 and any(measured.step == 0 for measured in run.directory.load_validations()):
+        return
+    with run.display.phase("evaluate"):
+        evaluation = await run.evaluator()
+    run.directory.log_validation(run.step, evaluation.metrics, evaluation.samples)
+    for writer in run.writers:
+        writer.log(run.step, {f"validation/{name}": value for name, value in evaluation.metrics.items()})
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())
+    run.display.note(f"held-out at step {run.step}: {shown}")
+
+
+async def record(
+    run: Run,
+    ref: BatchRef,
+    batch: Batch,
+    metrics: dict[str, float],
+    columns: Mapping[str, Ragged],
+    prompts: list[Prompt],
+) -> None:
+    """One line of metrics for the step, and its episodes if the recipe keeps them."""
+    actions = int(batch.columns["mask"].values.sum())
+    metrics |= {
+        "tokens": float(actions),
+        "length": actions / len(batch),
+        "tokens_per_second": actions / metrics["step_seconds"],
+        "trajectories": float(len(batch)),
+        "failed_groups": float(len(ref.failed)),
+        "stale_groups": float(len(ref.stale)),
+        **_phase_seconds(run),
+    }
+    if "divergence" in metrics and run.parts.config.algorithm.objective in ("reverse_kl", "k1", "k3"):
+        metrics["kl"] = metrics["divergence"]
+    run.directory.log_step(run.step, metrics)
+    await _record_rollouts(run, ref, columns, prompts)
+    for writer in run.writers:
+        writer.log(run.step, metrics)
+    run.display.step(run.step, metrics)
+
+
+def _phase_seconds(run: Run) -> dict[str, float]:
+    """Where the step's time went; embedded, generation and scoring take turns, so their times do not overlap."""
+    engines = [run.parts.student_engine, *run.parts.teacher_engines.values()]
+    seconds = {
+        "seconds/generate": sum(engine.counts.generate_seconds for engine in engines),
+        "seconds/teacher": sum(engine.counts.score_seconds for engine in engines),
+        "seconds/update": run.display.phase_metrics().get("seconds/update", 0.0),
+    }
+    for engine in engines:
+        engine.counts.generate_seconds = engine.counts.score_seconds = 0.0
+    return seconds
+
+
+async def _record_rollouts(run: Run, ref: BatchRef, columns: Mapping[str, Ragged], prompts: list[Prompt]) -> None:
+    keep = run.parts.config.record.rollouts
+    if keep == "none" or "student_logp" not in columns:
+        return
+    batch = await run.parts.queue.get(ref, ("tokens", "mask", "version", "teacher_index", "reward"))
+    count = len(batch) if keep == "all" else min(SAMPLED_ROLLOUTS, len(batch))
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    rows = [_rollout_row(run, ref, batch, columns, by_uid, number) for number in range(count)]
+    run.directory.log_rollouts(run.step, rows)
+
+
+def _rollout_row(
+    run: Run, ref: BatchRef, batch: Batch, columns: Mapping[str, Ragged], prompts: Mapping[int, Prompt], number: int
+) -> RolloutRow:
+    key = batch.keys[number]
+    ids = batch.columns["tokens"].row(number)[batch.columns["mask"].row(number)].tolist()
+    prompt = prompts[key.uid]
+    reward = batch.rows.get("reward")
+    return RolloutRow(
+        key=key,
+        prompt=prompt_text(prompt),
+        teacher=run.parts.teachers.route(prompt),
+        pieces=tuple(run.parts.tokenizer.pieces(ids)),
+        ids=tuple(ids),
+        student_logp=tuple(columns["student_logp"].row(number).tolist()),
+        teacher_logp=tuple(columns["teacher_logp"].row(number).tolist()),
+        divergence=tuple(columns["divergence"].row(number).tolist()),
+        reward=None if reward is None else float(reward[number]),
+        finish=str(ref.tags[key]["finish"]),
+        version=tuple(batch.columns["version"].row(number).tolist()),
+    )
+
+
+def save(run: Run) -> Path:
+    """A checkpoint of this step; the best one is marked by the measure that the recipe names."""
+    named = run.parts.trainable()
+    optimizer, optimizer_state = checkpoints.pack_optimizer(run.parts.optimizer, named)
+    rng, rng_state = checkpoints.pack_rng()
+    measure = run.parts.config.checkpoint.best
+    value, best = _best(run, measure)
+    return run.checkpoints.save(
+        run.step,
+        {"model": {name: p.detach() for name, p in named}, "optimizer": optimizer, "rng": rng},
+        {
+            "version": run.version,
+            "data": run.parts.stream.state(),
+            "optimizer": optimizer_state,
+            "rng": rng_state,
+            "threads": torch.get_num_threads(),
+            "failures": run.failures,
+        },
+        best=best,
+        measure=measure,
+        value=value,
+    )
+
+
+def _best(run: Run, measure: str) -> tuple[float | None, bool]:
+    """The measure at this step, and whether no marked checkpoint has a lower one."""
+    now = [m.metrics.get(measure) for m in run.directory.load_validations() if m.step == run.step]
+    if not now or now[0] is None:
+        return None, False
+    mark = run.checkpoints.best_mark()
+    return now[0], mark is None or mark.value is None or now[0] < mark.value
+
+
+def restore(run: Run) -> None:
+    """Go back to the last checkpoint: weights, optimizer, data position, version, and the record up to there."""
+    run.checkpoints.recover()
+    if not run.checkpoints.steps():
+        run.directory.rewind(0)
+        run.display.note("no checkpoint yet: starting from the beginning")
+        return
+    found = checkpoints.load(run.checkpoints.latest())
+    named = run.parts.trainable()
+    copy_into(run.parts.student.model, found.tensors["model"])
+    checkpoints.unpack_optimizer(run.parts.optimizer, named, found.tensors["optimizer"], found.state["optimizer"])
+    checkpoints.unpack_rng(found.tensors["rng"], found.state["rng"])
+    run.parts.stream.restore(found.state["data"])
+    run.step, run.version = found.step, found.state["version"]
+    run.failures = list(found.state["failures"])
+    run.directory.rewind(found.step)
+    if found.state["threads"] != torch.get_num_threads():
+        run.display.note(
+            f"the checkpoint was made with {found.state['threads']} threads, this run uses "
+            f"{torch.get_num_threads()}: results agree to rounding only"
+        )
+    run.display.note(f"resumed at step {run.step} of {run.parts.config.steps}")
+
+
+def dump_batch(run: Run, batch: Batch, step: int, error: NonFiniteLoss) -> str:
+    """Keep the batch that gave NaN and say which rows did."""
+    path = run.directory.path / f"nonfinite-step-{step:06d}.safetensors"
+    tensors = {name: column.values.contiguous() for name, column in batch.columns.items()}
+    tensors |= {f"{name}_offsets": column.offsets for name, column in batch.columns.items()}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    named = "\n  ".join(str(key) for key in error.keys[:10])
+    more = f"\n  … and {len(error.keys) - 10} more" if len(error.keys) > 10 else ""
+    return (
+        f"step {step}: {error}. The weights are those of step {step - 1}; the batch is in {path}. Rows concerned:\n  "
+        f"{named}{more}\nLower optimizer.lr or optimizer.clip_norm, or look at these rows; "
+        f"`understudy resume {run.directory.path}` goes on from the last checkpoint."
+    )
+
+
+def finish(run: Run) -> None:
+    """Summary, report and the closing table; or, after Ctrl-C, how to go on."""
+    for writer in run.writers:
+        writer.close()
+    console, config = run.display.console, run.parts.config
+    if run.step < config.steps:
+        console.print(
+            f"Stopped after step {run.step} of {config.steps}, saved. "
+            f"Go on with: understudy resume {run.directory.path}",
+            soft_wrap=True,
+        )
+        return
+    steps, validations = run.directory.load_metrics(), run.directory.load_validations()
+    seconds = sum(measured.metrics["step_seconds"] for measured in steps)
+    evaluations = {"before": validations[0].metrics, "after": validations[-1].metrics} if validations else {}
+    counts = {name: value for name, value in run.parts.queue.counts.items() if value}
+    run.directory.write_summary(
+        {
+            "eval": evaluations,
+            "seconds": seconds,
+            "steps": run.step,
+            "objective": run.parts.algorithm.note,
+            "failed_groups": run.failures,
+            "queue": counts,
+            "teachers": {name: asdict(engine.counts) for name, engine in run.parts.teacher_engines.items()},
+        }
+    )
+    write_report(run.directory)
+    if evaluations:
+        final_table(
+            console,
+            evaluations["before"],
+            evaluations["after"],
+            _answers(run.directory, validations[0].step, validations[-1].step),
+            seconds,
+            run.checkpoints.latest(),
+        )
+    console.print(f"Report: {run.directory.path / 'report.html'}", soft_wrap=True)
+
+
+def _answers(directory: RunDirectory, first: int, last: int) -> list[tuple[str, str, str]]:
+    """(prompt, answer before, answer after) of the prompts whose answers were worst at first."""
+    before, after = directory.load_samples(first), {s.uid: s for s in directory.load_samples(last)}
+    worst = sorted(before, key=lambda s: -sum(s.divergence) / max(len(s.divergence), 1))
+    return [(s.prompt, s.text, after[s.uid].text) for s in worst if s.uid in after]

@@ -1,0 +1,183 @@
+"""One update from one batch: packed forward, chunked losses, one division, one optimizer step.
+
+The learner does not know which algorithm runs: it is given losses that return sums over actions, and divides them once
+by the number of actions in the whole batch, known before the first backward pass. So micro-batches, chunks and (later)
+ranks only split the work.
+
+Logits exist for `logit_tokens` actions at a time: each chunk is differentiated down to its hidden states at once, and
+the hidden states' gradients then go through the model in one backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from understudy.data.ragged import Ragged, concatenate, offsets_of
+from understudy.data.trajectory import Batch, Key
+from understudy.learner.packing import micro_batches
+from understudy.losses.contract import Loss, ModelOut
+from understudy.models.causal_lm import CausalLM
+from understudy.models.packing import pack
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss or a gradient is NaN or infinite; names the rows."""
+
+    def __init__(self, message: str, keys: Sequence[Key]) -> None:
+        super().__init__(message)
+        self.keys = tuple(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How the work is cut."""
+
+    micro_batch_tokens: int
+    logit_tokens: int
+    temperature: float
+    """the rollout's, so that learner and sampler mean the same distribution"""
+    vocabulary: int
+    """ids that student and teachers share"""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Per-action values of a whole batch, gathered micro-batch by micro-batch, rows in order."""
+
+    parts: dict[str, list[Ragged]] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, list[Tensor]], lengths: Tensor) -> None:
+        offsets = offsets_of(lengths)
+        for name, chunks in values.items():
+            self.parts.setdefault(name, []).append(Ragged(torch.cat(chunks), offsets))
+
+    def columns(self) -> dict[str, Ragged]:
+        return {name: concatenate(parts) for name, parts in self.parts.items()}
+
+
+def update(
+    model: CausalLM,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    losses: Sequence[Loss],
+    limits: Limits,
+    clip_norm: float,
+    parameters: Sequence[torch.nn.Parameter],
+) -> tuple[dict[str, float], dict[str, Ragged]]:
+    """Metrics of the update, and per-action columns for the record."""
+    optimizer.zero_grad(set_to_none=True)
+    columns = accumulate(model, batch, losses, limits)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    if not bool(torch.isfinite(norm)):
+        raise NonFiniteLoss(f"the gradient norm is {float(norm)}", batch.keys)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"grad_norm": float(norm), **summarise(columns)}, columns
+
+
+def accumulate(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits) -> dict[str, Ragged]:
+    """Add the gradient of the whole batch's mean loss to the parameters."""
+    actions = int(batch.columns["mask"].values.sum())
+    if actions == 0:
+        return {}
+    tally = Tally()
+    for rows in _splits(batch, limits):
+        part = batch.select(rows)
+        hidden, lengths = _action_states(model, part)
+        gradient = torch.empty_like(hidden)
+        values: dict[str, list[Tensor]] = {}
+        for at, chunk in _chunks(part, lengths, hidden.detach(), limits.logit_tokens):
+            chunk.hidden.requires_grad_()
+            total = _sum(model, chunk, losses, limits, values) / actions
+            if not bool(torch.isfinite(total)):
+                raise NonFiniteLoss("the loss is not finite", _guilty(part, lengths, values))
+            total.backward()
+            assert chunk.hidden.grad is not None
+            gradient[at] = chunk.hidden.grad
+        hidden.backward(gradient)
+        tally.add(values, lengths)
+    return tally.columns()
+
+
+@torch.no_grad()
+def measure(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits) -> dict[str, Ragged]:
+    """The per-action columns of the losses, without a gradient."""
+    tally = Tally()
+    for rows in _splits(batch, limits):
+        part = batch.select(rows)
+        hidden, lengths = _action_states(model, part)
+        values: dict[str, list[Tensor]] = {}
+        for _, chunk in _chunks(part, lengths, hidden, limits.logit_tokens):
+            _sum(model, chunk, losses, limits, values)
+        tally.add(values, lengths)
+    return tally.columns()
+
+
+def summarise(columns: Mapping[str, Ragged]) -> dict[str, float]:
+    """Mean of each per-action column; of losses and the sampler gap the extremes too."""
+    metrics: dict[str, float] = {}
+    for name, column in columns.items():
+        values = column.values.float()
+        if len(values) == 0:
+            continue
+        metrics[name] = float(values.mean())
+        if name in ("loss", "divergence"):
+            metrics[f"{name}_min"], metrics[f"{name}_max"] = float(values.min()), float(values.max())
+        elif name == "sampler_gap":
+            metrics["sampler_gap_max"] = float(values.max())
+    return metrics
+
+
+@dataclass(slots=True)
+class _Chunk:
+    hidden: Tensor
+    ids: Tensor
+    columns: dict[str, Tensor]
+
+
+def _splits(batch: Batch, limits: Limits) -> list[list[int]]:
+    return micro_batches(batch.columns["tokens"].lengths.tolist(), limits.micro_batch_tokens)
+
+
+def _action_states(model: CausalLM, part: Batch) -> tuple[Tensor, Tensor]:
+    """Hidden states [actions, width] that chose the actions of these rows, and the number of actions of each row."""
+    sequences, masks = part.columns["tokens"].rows(), part.columns["mask"].rows()
+    packed = pack(sequences)
+    hidden = model.forward_pack(packed)
+    before = [row[mask.nonzero().squeeze(-1) - 1] for row, mask in zip(packed.rows, masks, strict=True)]
+    lengths = torch.tensor([len(b) for b in before], dtype=torch.int64)
+    return hidden[torch.cat(before)], lengths
+
+
+def _chunks(part: Batch, lengths: Tensor, hidden: Tensor, size: int) -> Iterator[tuple[slice, _Chunk]]:
+    ids = part.columns["tokens"].values[part.columns["mask"].values]
+    columns = {name: c.values for name, c in part.columns.items() if name not in ("tokens", "mask")}
+    columns |= {name: values.repeat_interleave(lengths, dim=0) for name, values in part.rows.items()}
+    for start in range(0, len(ids), size):
+        at = slice(start, start + size)
+        yield at, _Chunk(hidden[at], ids[at], {name: values[at] for name, values in columns.items()})
+
+
+def _sum(
+    model: CausalLM, chunk: _Chunk, losses: Sequence[Loss], limits: Limits, values: dict[str, list[Tensor]]
+) -> Tensor:
+    head: Callable[[Tensor], Tensor] = lambda hidden: model.head(hidden, limits.vocabulary)  # noqa: E731
+    out = ModelOut(chunk.hidden, chunk.ids, head, limits.temperature)
+    total = torch.zeros(())
+    for loss in losses:
+        result = loss(out, chunk.columns)
+        total = total + loss.coefficient * result.total
+        for name, column in result.per_action.items():
+            values.setdefault(name, []).append(column)
+    return total
+
+
+def _guilty(part: Batch, lengths: Tensor, values: Mapping[str, list[Tensor]]) -> list[Key]:
+    """The rows whose loss is not finite, as far as computed."""
+    seen = torch.cat(values["loss"])
+    rows = torch.repeat_interleave(torch.arange(len(part)), lengths)[: len(seen)]
+    return [part.keys[int(i)] for i in rows[~torch.isfinite(seen)].unique()]

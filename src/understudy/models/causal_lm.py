@@ -1,0 +1,123 @@
+"""A causal language model as engines and learner use it: packs in, hidden states out, and the output head beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from understudy.models.attention import NAME, DecodePlan, KeyValueCache, PackPlan, UnsupportedAttention
+from understudy.models.packing import Pack, PrefixEntry, pack
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """From hidden states to logits: the part of a model that a full-distribution payload refers to."""
+
+    linear: nn.Linear
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __call__(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
+        """[…, width] → float32 [… , vocabulary]; `vocabulary` cuts ids off the end (padding of the head)."""
+        weight: Tensor = self.linear.weight
+        bias: Tensor | None = self.linear.bias
+        if vocabulary is not None and vocabulary < weight.shape[0]:
+            weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
+        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    @property
+    def vocabulary(self) -> int:
+        return self.linear.weight.shape[0]
+
+
+class CausalLM:
+    """Wraps a `transformers` causal language model (with or without adapters) loaded with attention "understudy"."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.backbone: nn.Module = model.base_model
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UnsupportedAttention(f"{type(model).__name__} has no linear output head")
+        self.head = _head(model, head)
+        self.width = head.in_features
+        self.verify()
+
+    def forward_pack(self, packed: Pack) -> Tensor:
+        """Final hidden states [n, width] of a pack."""
+        return self._run(packed.tokens[None], packed.positions[None], PackPlan(packed))[0]
+
+    @torch.no_grad()
+    def prefill(self, packed: Pack) -> tuple[Tensor, PackPlan]:
+        """Final hidden states of a pack, and a plan that holds its keys and values by layer."""
+        plan = PackPlan(packed, capture=True)
+        hidden = self._run(packed.tokens[None], packed.positions[None], plan)[0]
+        return hidden, plan
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
+        """Final hidden states [active, width] of one more token in each active slot."""
+        plan = DecodePlan(cache, positions, int(positions.max()) + 1)
+        return self._run(tokens[:, None], positions[:, None], plan)[:, 0]
+
+    def _run(self, tokens: Tensor, positions: Tensor, plan: PackPlan | DecodePlan) -> Tensor:
+        out = self.backbone(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Refuse an architecture whose packed hidden states and head do not give the model's own logits."""
+        if self.model.config._attn_implementation != NAME:
+            raise ValueError(f"load the model with attention {NAME!r}, not {self.model.config._attn_implementation!r}")
+        generator = torch.Generator().manual_seed(0)
+        sequences = [torch.randint(0, self.head.vocabulary, (6,), generator=generator) for _ in range(2)]
+        sequences[1][:4] = sequences[0][:4]
+        packed = pack(sequences, shortest_prefix=2)
+        try:
+            logits = self.head(self.forward_pack(packed)[packed.rows[1]])
+        except (TypeError, AttributeError) as error:
+            raise UnsupportedAttention(f"{type(self.model).__name__} cannot be computed on packs: {error}") from error
+        self.model.set_attn_implementation("eager")
+        try:
+            expected = self.model(input_ids=sequences[1][None], use_cache=False).logits[0].float()
+        finally:
+            self.model.set_attn_implementation(NAME)
+        scale = float(expected.abs().max()) + 1.0
+        gap = float((logits - expected).abs().max()) / scale
+        if gap > (1e-4 if self.model.dtype == torch.float32 else 5e-2):
+            raise UnsupportedAttention(
+                f"{type(self.model).__name__} computes something else on packs than on its own "
+                f"(relative gap {gap:.2g}): this architecture is not supported"
+            )
+
+
+def fill_cache(
+    plan: PackPlan, cache: KeyValueCache, slots: Sequence[int], cached: Sequence[PrefixEntry | None]
+) -> None:
+    """Copy the keys and values of a prefilled pack into the decode slots of its sequences."""
+    for layer, (keys, values) in enumerate(zip(plan.keys, plan.values, strict=True)):
+        for slot, row, entry in zip(slots, plan.pack.rows, cached, strict=True):
+            start = entry.length if entry is not None else 0
+            if entry is not None:
+                cache.keys[layer][slot, :, :start] = entry.keys[layer]
+                cache.values[layer][slot, :, :start] = entry.values[layer]
+            cache.keys[layer][slot, :, start : len(row)] = keys[0][:, row[start:]]
+            cache.values[layer][slot, :, start : len(row)] = values[0][:, row[start:]]
+
+
+def _head(model: PreTrainedModel, linear: nn.Linear) -> OutputHead:
+    """Some architectures cap or scale their logits; `CausalLM.verify` notices any that this does not know."""
+    settings = model.config.get_text_config().to_dict()
+    scale = settings.get("logit_scale") or 1.0
+    divisor = settings.get("logits_scaling") or 1.0
+    return OutputHead(linear, settings.get("final_logit_softcapping"), scale / divisor)

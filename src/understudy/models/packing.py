@@ -1,0 +1,171 @@
+"""Packs: several sequences in one flat row of tokens, with what they share at their beginning computed once.
+
+    sequences   S U a b c      S U a x      S U p
+    pack        S U | a b c | a x | p          (with `shortest_prefix` 2: "S U" is a segment of its own)
+
+Every segment attends to its ancestors and, causally, to itself. A prefix that was computed before may stand in a
+`PrefixCache` and is then not part of the pack at all. A model computes a pack exactly as it computes the sequences
+one by one; tests hold it to that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SHORTEST_PREFIX = 8
+"""A shared beginning shorter than this is not worth a segment of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEntry:
+    """Keys and values of a prefix, by layer: [key-value heads, length, head width]."""
+
+    length: int
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class PrefixCache:
+    """The most recently used prefixes, up to a number of tokens. Clear it when the weights change."""
+
+    max_tokens: int
+    entries: OrderedDict[tuple[int, ...], PrefixEntry] = field(default_factory=OrderedDict)
+    tokens: int = 0
+
+    def get(self, prefix: tuple[int, ...]) -> PrefixEntry | None:
+        entry = self.entries.get(prefix)
+        if entry is not None:
+            self.entries.move_to_end(prefix)
+        return entry
+
+    def put(self, prefix: tuple[int, ...], entry: PrefixEntry) -> None:
+        if entry.length > self.max_tokens or prefix in self.entries:
+            return
+        self.entries[prefix] = entry
+        self.tokens += entry.length
+        while self.tokens > self.max_tokens:
+            _, dropped = self.entries.popitem(last=False)
+            self.tokens -= dropped.length
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self.tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of flat positions that attends to `ancestors` (segment numbers) and causally to itself."""
+
+    start: int
+    end: int
+    position: int
+    """position in its sequence of the first token"""
+    ancestors: tuple[int, ...] = ()
+    cached: PrefixEntry | None = None
+    """a prefix before all ancestors that was computed earlier"""
+
+
+@dataclass(slots=True)
+class Pack:
+    tokens: Tensor
+    """int64 [n]"""
+    positions: Tensor
+    """int64 [n]"""
+    segments: tuple[Segment, ...]
+    rows: tuple[Tensor, ...]
+    """for each sequence, the flat position of its tokens; −1 where they are cached"""
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    """attention masks by (segment, window), made once and used by every layer"""
+    lengths: tuple[int, ...] = ()
+    """flat length of each segment"""
+
+    def mask(self, number: int, window: int | None) -> Tensor:
+        """bool [own, ancestors + own]: what a segment may look at."""
+        if (number, window) not in self.masks:
+            segment = self.segments[number]
+            own = torch.arange(segment.position, segment.position + segment.end - segment.start)
+            seen = torch.arange(0, segment.position + segment.end - segment.start)
+            allowed = seen[None, :] <= own[:, None]
+            if window is not None:
+                allowed &= own[:, None] - seen[None, :] < window
+            self.masks[number, window] = allowed
+        return self.masks[number, window]
+
+
+def pack(
+    sequences: Sequence[Tensor],
+    cached: Sequence[PrefixEntry | None] | None = None,
+    shortest_prefix: int = SHORTEST_PREFIX,
+) -> Pack:
+    """Lay sequences out as a forest of shared beginnings."""
+    builder = _Builder([s.tolist() for s in sequences], shortest_prefix)
+    entries = cached if cached is not None else [None] * len(sequences)
+    by_entry: dict[int, list[int]] = {}
+    for i, entry in enumerate(entries):
+        by_entry.setdefault(id(entry), []).append(i)
+    for members in by_entry.values():
+        entry = entries[members[0]]
+        start = entry.length if entry is not None else 0
+        builder.add(members, start, (), entry, [torch.full((start,), -1, dtype=torch.int64)] if start else [])
+    tokens = torch.tensor(builder.tokens, dtype=torch.int64)
+    segments = tuple(builder.segments)
+    positions = torch.cat([torch.arange(s.position, s.position + s.end - s.start) for s in segments] or [tokens])
+    rows = tuple(builder.rows[i] for i in range(len(sequences)))
+    return Pack(tokens, positions, segments, rows, lengths=tuple(s.end - s.start for s in segments))
+
+
+class _Builder:
+    def __init__(self, sequences: list[list[int]], shortest_prefix: int) -> None:
+        self.sequences = sequences
+        self.shortest = shortest_prefix
+        self.tokens: list[int] = []
+        self.segments: list[Segment] = []
+        self.rows: dict[int, Tensor] = {}
+
+    def add(
+        self, members: list[int], start: int, ancestors: tuple[int, ...], entry: PrefixEntry | None, flat: list[Tensor]
+    ) -> None:
+        """Place sequences that agree on everything before `start`."""
+        shared = self._shared(members, start) if len(members) > 1 else len(self.sequences[members[0]]) - start
+        if len(members) == 1 or shared >= self.shortest:
+            if shared:
+                number = self._segment(members[0], start, start + shared, ancestors, entry)
+                segment = self.segments[number]
+                ancestors = (*ancestors, number)
+                flat = [*flat, torch.arange(segment.start, segment.end)]
+            start += shared
+        if len(members) == 1:
+            self.rows[members[0]] = torch.cat(flat) if flat else torch.empty(0, dtype=torch.int64)
+            return
+        for bucket in self._buckets(members, start):
+            self.add(bucket, start, ancestors, entry, flat)
+
+    def _shared(self, members: list[int], start: int) -> int:
+        first = self.sequences[members[0]]
+        length = min(len(self.sequences[i]) for i in members) - start
+        for offset in range(length):
+            token = first[start + offset]
+            if any(self.sequences[i][start + offset] != token for i in members[1:]):
+                return offset
+        return length
+
+    def _buckets(self, members: list[int], start: int) -> list[list[int]]:
+        """Sequences that share enough from here on stay together; all others stand alone."""
+        buckets: dict[tuple[int, ...] | int, list[int]] = {}
+        for i in members:
+            ahead = tuple(self.sequences[i][start : start + self.shortest])
+            alone = len(ahead) < self.shortest
+            buckets.setdefault(i if alone else ahead, []).append(i)
+        return list(buckets.values())
+
+    def _segment(self, member: int, start: int, end: int, ancestors: tuple[int, ...], entry: PrefixEntry | None) -> int:
+        at = len(self.tokens)
+        self.tokens.extend(self.sequences[member][start:end])
+        self.segments.append(Segment(at, at + end - start, start, ancestors, entry))
+        return len(self.segments) - 1

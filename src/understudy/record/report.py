@@ -1,0 +1,242 @@
+"""report.html: one file that shows a run to somebody who has nothing else of it. No network, no outside assets.
+
+Everything in it that a model or a dataset wrote is escaped, and the page allows no script but its own (by hash).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from understudy.record.answers import answers_section
+from understudy.record.chart import COLOURS, Series, line_chart, stacked_chart
+from understudy.record.files import write_atomic
+from understudy.record.measures import (
+    PHASE,
+    change_text,
+    duration,
+    in_order,
+    measure,
+    printable,
+    value_text,
+    verdict,
+)
+from understudy.record.run_directory import Measured, RunDirectory
+
+_MAIN = (
+    "kl",
+    "kl_fixed",
+    "top1_agreement",
+    "loss",
+    "reward",
+    "entropy",
+    "length",
+    "grad_norm",
+    "lr",
+    "tokens_per_second",
+)
+
+
+def write_report(run: RunDirectory) -> Path:
+    """Write report.html into the run's directory; also for a run that has not finished, or has hardly begun."""
+    path = run.path / "report.html"
+    write_atomic(path, _page(run))
+    return path
+
+
+def _page(run: RunDirectory) -> str:
+    metrics, validations, summary = run.load_metrics(), run.load_validations(), run.load_summary()
+    script = files("understudy.record").joinpath("report.js").read_text(encoding="utf-8")
+    style = files("understudy.record").joinpath("report.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    name = escape(printable(run.name))
+    body = "".join(
+        (
+            _header(name, metrics, validations, summary),
+            "<main>",
+            _headline(*_before_after(validations, summary)),
+            _curves(metrics, validations),
+            answers_section(run, validations),
+            _settings(run, summary),
+            "<footer>Written by understudy. This page needs nothing else: mail it or archive it as it is.</footer>",
+            "</main>",
+        )
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name} · understudy</title>\n<style>\n{style}</style></head>\n<body>{body}"
+        f'<div id="tip" role="tooltip" hidden></div>\n<script>{script}</script></body></html>\n'
+    )
+
+
+def _header(name: str, metrics: Sequence[Measured], validations: Sequence[Measured], summary: Mapping[str, Any]) -> str:
+    facts = [f"{_count(len(metrics), 'step')} recorded", _count(len(validations), "evaluation")]
+    if isinstance(summary.get("seconds"), int | float):
+        facts.append(f"{duration(summary['seconds'])} of training")
+    if not summary:
+        facts.append("not finished")
+    spans = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    return (
+        f'<header><div><div><div class="over">understudy run</div><h1>{name}</h1><p class="facts">{spans}</p></div>'
+        '<button id="theme" type="button">Light / dark</button></div></header>'
+    )
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _before_after(
+    validations: Sequence[Measured], summary: Mapping[str, Any]
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """From the summary if the run has finished, or else the first and the last evaluation so far."""
+    recorded = summary.get("eval")
+    if isinstance(recorded, Mapping) and isinstance(recorded.get("before"), Mapping):
+        after = recorded.get("after")
+        return _numbers(recorded["before"]), _numbers(after if isinstance(after, Mapping) else {})
+    if not validations:
+        return {}, {}
+    return validations[0].metrics, validations[-1].metrics if len(validations) > 1 else {}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        str(name): math.nan if value is None else float(value)
+        for name, value in values.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
+
+
+def _headline(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    if not before and not after:
+        return '<p class="none">No evaluation has been recorded yet.</p>'
+    cards = (_card(name, before.get(name), after.get(name)) for name in in_order([*before, *after]))
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _card(name: str, before: float | None, after: float | None) -> str:
+    shown = measure(name)
+    was = "" if before is None else escape(value_text(name, before))
+    now = "" if after is None else escape(value_text(name, after))
+    if now and was:
+        was = f'<span class="was">{was} → </span>'
+    change = ""
+    if before is not None and after is not None:
+        kind = verdict(name, before, after)
+        change = f'<span class="change {kind}">{escape(change_text(name, before, after))}</span>'
+    unit = f'<span class="unit">{escape(shown.unit)}</span>' if shown.unit else ""
+    return (
+        f'<div class="card"><div class="name">{escape(printable(shown.title))}</div>'
+        f'<div class="now">{was}{now}</div><div>{change} {unit}</div></div>'
+    )
+
+
+def _curves(metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
+    names = in_order(name for one in (*metrics, *validations) for name in one.metrics)
+    main = [name for name in names if name in _MAIN]
+    rest = [name for name in names if name not in _MAIN and not name.startswith(PHASE)]
+    figures = [_figure(name, metrics, validations) for name in main]
+    figures.append(_phase_figure(metrics, [name for name in names if name.startswith(PHASE)]))
+    shown = "".join(figures)
+    others = "".join(_figure(name, metrics, validations) for name in rest)
+    heading = "<h2>Training</h2>"
+    if not shown and not others:
+        return heading + '<p class="none">No training step has been recorded yet.</p>'
+    more = f'<details><summary>Other metrics ({len(rest)})</summary><div class="charts">{others}</div></details>'
+    return f'{heading}<div class="charts">{shown}</div>{more if others else ""}'
+
+
+def _figure(name: str, metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
+    """One metric over the steps of the run, with evaluations of the same name as marks."""
+    shown = measure(name)
+    training = Series("training", _points(metrics, name))
+    held_out = Series("held-out", _points(validations, name), "marks", colour=1)
+    series = [one for one in (training, held_out) if one.points]
+    chart = line_chart(f"{shown.title} by step", series, percent=shown.change == "points")
+    return _framed(shown.title, shown.unit, series if held_out.points else [], chart)
+
+
+def _phase_figure(metrics: Sequence[Measured], names: Sequence[str]) -> str:
+    """Where the time of a step goes, longest phase at the bottom."""
+    totals = {name: sum(y for _, y in _points(metrics, name) if math.isfinite(y)) for name in names}
+    ordered = sorted(names, key=lambda name: -totals[name])
+    alone, folded = ordered[: COLOURS - 1], ordered[COLOURS - 1 :]
+    series = [
+        Series(name.removeprefix(PHASE), _points(metrics, name), colour=colour) for colour, name in enumerate(alone)
+    ]
+    if folded:
+        rest = [(one.step, sum(one.metrics.get(name, 0.0) for name in folded)) for one in metrics]
+        series.append(Series("other", rest, colour=COLOURS - 1))
+    chart = stacked_chart("Seconds by phase and step", series)
+    return _framed("Time per step", "seconds", series, chart, css="wide")
+
+
+def _points(measured: Sequence[Measured], name: str) -> list[tuple[int, float]]:
+    return [(one.step, one.metrics[name]) for one in measured if name in one.metrics]
+
+
+def _framed(title: str, unit: str, series: Sequence[Series], chart: str, css: str = "") -> str:
+    if not chart:
+        return ""
+    keys = "".join(f'<span><i class="key s{one.colour}"></i>{escape(printable(one.name))}</span>' for one in series)
+    return (
+        f'<figure class="{css}"><figcaption><h3>{escape(printable(title))}</h3><span class="unit">{escape(unit)}</span>'
+        f'<span class="legend">{keys}</span></figcaption><div>{chart}</div></figure>'
+    )
+
+
+def _settings(run: RunDirectory, summary: Mapping[str, Any]) -> str:
+    text = run.config_yaml()
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        config = None
+    shown = _tables(config) if isinstance(config, dict) else f"<pre>{escape(printable(text))}</pre>"
+    rest = {key: value for key, value in summary.items() if key not in ("eval", "seconds", "steps")}
+    more = f"<h2>Summary</h2>{_tables(rest)}" if rest else ""
+    return f"{more}<h2>Config</h2>{shown}"
+
+
+def _tables(content: Mapping[Any, Any]) -> str:
+    """One small table per section; keys that have no section come first."""
+    sections: dict[str, list[tuple[str, Any]]] = {"": []}
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            sections[str(key)] = list(_flat(value))
+        else:
+            sections[""].append((str(key), value))
+    parts = [
+        f"<section>{f'<h3>{escape(printable(name))}</h3>' if name else ''}<table><tbody>"
+        + "".join(f"<tr><td>{escape(printable(key))}</td><td>{_plain(value)}</td></tr>" for key, value in rows)
+        + "</tbody></table></section>"
+        for name, rows in sections.items()
+        if rows
+    ]
+    return f'<div class="table">{"".join(parts)}</div>'
+
+
+def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "–" if value is None else str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(_plain(item) for item in value) or "–"
+    return escape(printable(str(value)))

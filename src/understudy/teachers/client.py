@@ -1,0 +1,121 @@
+"""From a trajectory to teacher columns: choose the teacher, give it its own context, align what it says.
+
+    student   S U  a b        mask  0 0 1 1
+    teacher   P P' U'  a b    spans (3, 5)
+
+A teacher with a system prompt of its own reads the same actions after another context. The actions are the trajectory's
+token ids from the first action on, unchanged, so that score i belongs to action i whatever stands before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from understudy.data.trajectory import Key, Message, Prompt, Trajectory
+from understudy.engines.contract import ScoreRequest, Scores, Want
+from understudy.errors import UserError
+from understudy.teachers.pool import TeacherPool
+
+
+class Renderer(Protocol):
+    """What a teacher's own context needs of its tokenizer."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentTeacher:
+    """One teacher as the client knows it."""
+
+    pool: TeacherPool
+    index: int
+    """its number among the run's teachers: the value of column teacher_index"""
+    renderer: Renderer
+    system_prompt: str | None = None
+    """seen by the teacher alone; {column} stands for a column of the row"""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherClient:
+    """Asynchronous scoring with routing by sample."""
+
+    teachers: Mapping[str, ResidentTeacher]
+    column: str | None
+    """column of the prompt's row that names its teacher"""
+    deadline: float | None = None
+
+    def route(self, prompt: Prompt) -> str:
+        """Name of the teacher of this row."""
+        if self.column is None:
+            return next(iter(self.teachers))
+        name = prompt.columns.get(self.column)
+        if name not in self.teachers:
+            said = "has no value" if name is None else f"names teacher {name!r}"
+            known = ", ".join(sorted(self.teachers))
+            raise UserError(f"{prompt}: column {self.column!r} {said}; the teachers of this run are {known}")
+        return str(name)
+
+    async def score(self, key: Key, prompt: Prompt, trajectory: Trajectory, want: Want) -> dict[str, Tensor]:
+        """Teacher columns of one trajectory, aligned to its actions."""
+        name = self.route(prompt)
+        teacher = self.teachers[name]
+        tokens, spans = align(teacher, prompt, trajectory)
+        request = ScoreRequest(key, tokens, spans, want, name, self.deadline)
+        scores = await teacher.pool.score(request)
+        return _columns(scores, teacher.index)
+
+
+def align(
+    teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory
+) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+    """The ids that the teacher reads, and where the student's actions stand in them."""
+    start = trajectory.prompt_length
+    context = trajectory.tokens[:start]
+    if teacher.system_prompt is not None:
+        context = torch.tensor(own_context(teacher, prompt, trajectory), dtype=torch.int64)
+    shift = len(context) - start
+    spans = tuple((a + shift, b + shift) for a, b in runs(trajectory.mask))
+    return torch.cat([context, trajectory.tokens[start:]]), spans
+
+
+def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory) -> list[int]:
+    """The prompt as a teacher with a system prompt of its own reads it."""
+    assert teacher.system_prompt is not None
+    values = {**prompt.columns, "ground_truth": prompt.ground_truth}
+    try:
+        system = teacher.system_prompt.format_map(values)
+    except KeyError as error:
+        raise UserError(
+            f"{prompt}: the system prompt of teacher {teacher.pool.name!r} asks for column {error}, which the row lacks"
+        ) from None
+    if prompt.text is not None:
+        return teacher.renderer.encode(system + prompt.text)
+    messages = trajectory.context if trajectory.context is not None else prompt.messages
+    return teacher.renderer.render([Message("system", system), *(m for m in messages if m.role != "system")])
+
+
+def runs(mask: Tensor) -> list[tuple[int, int]]:
+    """Half-open runs of true values."""
+    padded = torch.zeros(len(mask) + 2, dtype=torch.int8)
+    padded[1:-1] = mask.to(torch.int8)
+    change = padded.diff()
+    starts, ends = (change == 1).nonzero().flatten().tolist(), (change == -1).nonzero().flatten().tolist()
+    return list(zip(starts, ends, strict=True))
+
+
+def _columns(scores: Scores, index: int) -> dict[str, Tensor]:
+    named = {
+        "teacher_logp": scores.logp,
+        "teacher_topk_ids": scores.topk_ids,
+        "teacher_topk_logp": scores.topk_logp,
+        "teacher_hidden": scores.hidden,
+    }
+    columns = {name: tensor for name, tensor in named.items() if tensor is not None}
+    return {**columns, "teacher_index": torch.tensor(index, dtype=torch.int32)}

@@ -1,0 +1,32 @@
+"""Resident teachers: replicas that live from construction to shutdown and do nothing but score."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from understudy.engines.contract import ScoreRequest, Scores
+from understudy.routing import Router
+
+
+class Scorer(Protocol):
+    """The part of the engine contract that a teacher uses."""
+
+    async def score(self, request: ScoreRequest) -> Scores: ...
+
+
+class TeacherPool:
+    """The replicas of one teacher behind a router. No sleep, no wake: they are up as long as the pool is."""
+
+    def __init__(self, name: str, replicas: Sequence[Scorer]) -> None:
+        self.name = name
+        self.router = Router(f"teacher {name!r}", replicas)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Answered by one replica; a failing one's requests go to the others."""
+
+        async def ask(replica: Scorer) -> Scores:
+            return await asyncio.wait_for(replica.score(request), request.deadline)
+
+        return await self.router.call(request.key.group, ask)

@@ -1,0 +1,256 @@
+"""The benchmark's arithmetic, its protocol and the file it writes; no model is loaded and nothing is timed."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import limits, opd_step, protocol, report, sides, stats  # noqa: E402
+
+MACHINE = {"load_before": 0.0}
+
+
+def answer(seconds: float, peak: int = 100, new: int = 640, prompt: int = 590) -> dict[str, Any]:
+    phases = {"generate": seconds / 2, "teacher": seconds / 8, "update": seconds / 4, "other": seconds / 8}
+    return {"seconds": seconds, "phases": phases, "rss_peak": peak, "new_tokens": new, "prompt_tokens": prompt}
+
+
+def ready(libraries: int = 10) -> dict[str, Any]:
+    return {"static_floor": protocol.static_floor(libraries, 10, 10), "settings": {}, "versions": {"torch": "2"}}
+
+
+def summaries() -> dict[str, dict[str, Any]]:
+    return {
+        stats.OURS: stats.summarise([answer(4.0, 60), answer(5.0, 66), answer(9.0, 50)], ready()),
+        "trl_gkd": stats.summarise([answer(11.0, 150), answer(12.0, 150), answer(13.0, 150)], ready()),
+        "trl_distillation": stats.summarise([answer(8.0, 110), answer(10.0, 100), answer(30.0, 105)], ready()),
+    }
+
+
+def test_summary_takes_medians_of_time_and_the_highest_memory() -> None:
+    summary = summaries()[stats.OURS]
+    assert summary["seconds"] == 5.0
+    assert summary["phases"]["generate"] == 2.5
+    assert summary["tokens_per_second"] == 640 / 5.0
+    assert summary["rss_peak"] == 66
+    assert summary["rss_over_floor"] == 66 / 60
+
+
+def test_comparison_is_against_the_faster_trl_trainer_for_speed_and_memory() -> None:
+    compared = stats.compare(summaries())
+    assert compared["better_trl"] == "trl_distillation"
+    assert compared["ratio_vs_trl"] == 2.0
+    assert compared["ratio_range"] == [2.0, 30 / 9]
+    assert compared["rss_vs_trl"] == 66 / 110
+    assert compared["rss_vs_trl_lowest"] == 66 / 110
+
+
+def test_comparison_without_trl_is_refused() -> None:
+    with pytest.raises(stats.BadRun, match="no TRL side"):
+        stats.faster_trl({stats.OURS: {"seconds": 1.0}})
+
+
+def test_sides_that_did_other_work_are_all_named() -> None:
+    answers = {"trl_gkd": [answer(1.0), answer(1.0, new=512)], stats.OURS: [answer(1.0, prompt=400), answer(1.0)]}
+    with pytest.raises(stats.BadRun) as error:
+        stats.check_same_work(answers, 640, [590, 590])
+    assert "trl_gkd, step 1: wrote 512 tokens, expected 640" in str(error.value)
+    assert "understudy, step 0: read 400 prompt tokens, expected 590" in str(error.value)
+    stats.check_same_work({"trl_gkd": [answer(1.0)]}, 640, [590])
+
+
+def test_different_versions_of_torch_are_not_compared() -> None:
+    sides_ready = {"a": {"versions": {"torch": "2.13", "transformers": "5"}}}
+    stats.check_same_libraries(sides_ready)
+    sides_ready["b"] = {"versions": {"torch": "2.12", "transformers": "5"}}
+    with pytest.raises(stats.BadRun, match=r"versions of torch: a 2\.13, b 2\.12"):
+        stats.check_same_libraries(sides_ready)
+
+
+def test_static_floor_counts_weights_gradients_two_moments_and_the_teacher() -> None:
+    floor = protocol.static_floor(libraries=5, student_bytes=100, teacher_bytes=7)
+    assert floor["total"] == 5 + 4 * 100 + 7
+    assert sum(value for name, value in floor.items() if name != "total") == floor["total"]
+
+
+def test_nested_phases_do_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 2.0, 5.0, 6.0, 10.0, 11.0])
+    monkeypatch.setattr("bench.protocol.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    clock = protocol.PhaseClock()
+    with clock.phase("update"), clock.phase("generate"):
+        pass
+    clock.enter("teacher")
+    assert clock.seconds == {"update": 2.0 + 1.0, "generate": 3.0}
+    clock.leave()
+    assert clock.seconds["teacher"] == 1.0
+
+
+def test_prompts_divide_into_steps_and_come_round_again() -> None:
+    work = protocol.Work("t", "s", tuple("abcdef"), prompts_per_step=2)
+    assert [work.batch(step) for step in range(4)] == [("a", "b"), ("c", "d"), ("e", "f"), ("a", "b")]
+    assert protocol.Work.from_json(work.to_json()) == work
+    with pytest.raises(ValueError, match="5 prompts do not divide into steps of 2"):
+        protocol.Work("t", "s", tuple("abcde"), prompts_per_step=2)
+
+
+def test_shipped_prompts_are_distinct_and_fill_whole_steps() -> None:
+    lines = (ROOT / "bench" / "prompts.txt").read_text(encoding="utf-8").splitlines()
+    assert len(set(lines)) == len(lines)
+    protocol.Work("t", "s", tuple(lines))
+
+
+SMOLLM = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+}
+
+
+def test_shape_counts_the_weights_of_smollm2(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM))
+    shape = limits.Shape.of(tmp_path)
+    assert shape.head_dim == 64
+    assert shape.body_weights == 106_168_320
+    assert shape.head_weights == 28_311_552
+
+
+def test_limits_follow_from_flops_and_bytes() -> None:
+    shape = limits.Shape(layers=1, hidden=2, inner=3, heads=1, kv_heads=1, head_dim=2, vocabulary=5)
+    tokens = limits.StepTokens(rows=2, prompt=8, new=3, prefix=0)
+    assert shape.body_weights == 4 * 4 + 3 * 6
+    assert tokens.read == 8 + 2 * 2
+    forward = 2 * 34 * 12 + 4 * 2 * 12 * tokens.context + 2 * 10 * 2 * 3
+    assert limits.forward_flops(shape, tokens) == forward
+    slow_memory = limits.Machine(flops=1e30, bandwidth=1.0)
+    bound = limits.phase_limits(shape, shape, tokens, slow_memory)
+    assert bound["update"] == pytest.approx(7 * 4 * 44)
+    assert bound["generate"] == pytest.approx(2 * 4 * (44 + 2 * 2 * 2 * (4 + 1.5)))
+    fast_memory = limits.Machine(flops=1.0, bandwidth=1e30)
+    assert limits.phase_limits(shape, shape, tokens, fast_memory)["teacher"] == forward
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    plain, shared = limits.StepTokens(16, 592, 40), limits.StepTokens(16, 592, 40, prefix=25)
+    assert plain.prefill - shared.prefill == plain.read - shared.read == 15 * 25
+
+
+def test_share_of_limit_skips_phases_that_did_not_run() -> None:
+    assert stats.shares({"generate": 2.0, "teacher": 0.0}, {"generate": 1.0, "teacher": 1.0, "update": 1.0}) == {
+        "generate": 0.5
+    }
+
+
+def results() -> dict[str, Any]:
+    measured = {"1": {"matmul_gflops": {"up": 100.0, "decode_head": 5.0}, "read_gbytes": 10.0}}
+    least = {"generate": 1.0, "teacher": 0.5, "update": 1.0}
+    bounds = {"measured": measured, "seconds": least, "seconds_prefix_once": least}
+    work = protocol.Work("t", "s", tuple("ab"), prompts_per_step=2)
+    return opd_step.assemble(summaries(), bounds, work, MACHINE)
+
+
+def test_results_have_the_promised_keys_and_keep_those_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    file.write_text('{"quickstart": {"seconds": 1}, "date": "old"}')
+    opd_step.write_results(file, results())
+    written = json.loads(file.read_text())
+    assert written["quickstart"] == {"seconds": 1}
+    assert written["date"] != "old"
+    assert {"versions", "machine", "opd_step"} <= written.keys()
+    promised = {"ratio_vs_trl", "rss_vs_trl", "ours", "trl_gkd", "trl_distillation", "limits"}
+    assert promised <= written["opd_step"].keys()
+    assert written["opd_step"]["ours"]["share_of_limit"]["generate"] == pytest.approx(1.0 / 2.5)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_report_shows_every_side_and_the_ratio() -> None:
+    console = Console(file=io.StringIO(), width=160, record=True)
+    report.show(results(), console)
+    text = console.export_text()
+    assert "2.00 times" in text
+    assert "at 0.60 of its peak memory" in text
+    assert all(side in text for side in ("ours", "trl_gkd", "trl_distillation"))
+    assert "not idle" not in text
+
+
+def test_a_busy_machine_is_pointed_out() -> None:
+    console = Console(file=io.StringIO(), width=160, record=True)
+    report.show(results() | {"machine": {"load_before": 3.0}}, console)
+    assert "not idle" in console.export_text()
+
+
+def test_side_specs() -> None:
+    spec = sides.Spec.parse("trl_distillation:micro_batch=8,cache=static")
+    assert spec.settings == {"micro_batch": "8", "cache": "static"}
+    assert spec.name == "trl_distillation:micro_batch=8,cache=static"
+    with pytest.raises(ValueError, match="unknown side 'verl'"):
+        sides.Spec.parse("verl")
+    with pytest.raises(ValueError, match="micro_batch, attention"):
+        sides.Spec.parse("trl_gkd:microbatch=8")
+
+
+def test_all_sides_get_the_same_environment_whatever_the_shell_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1")
+    variables = sides.environment(2, "passive")
+    assert variables["OMP_NUM_THREADS"] == "2"
+    assert "OMP_PROC_BIND" not in variables
+    assert "MALLOC_MMAP_THRESHOLD_" not in variables
+
+
+FAKE_SIDE = """
+import sys
+from bench.protocol import Channel
+channel = Channel()
+print("a library that prints")
+channel.send({"ready": True})
+for _ in channel.steps():
+    if len(sys.argv) > 1:
+        sys.exit("out of luck")
+    channel.send_step({"generate": 0.0}, {"new_tokens": 640, "prompt_tokens": 590})
+"""
+
+
+class FakeSpec(sides.Spec):
+    """Runs the script above instead of a real side."""
+
+    def command(self, work: Path) -> list[str]:
+        return [sys.executable, "-c", FAKE_SIDE, *self.settings]
+
+
+def test_driver_and_side_understand_each_other(tmp_path: Path) -> None:
+    with sides.Side(FakeSpec("fake"), tmp_path, {"PATH": ""}, tmp_path / "log") as side:
+        assert side.ready == {"ready": True}
+        step = side.ask("step")
+        assert step["new_tokens"] == 640
+        assert step["phases"]["other"] == step["seconds"]
+        assert side.ask("reset_peak")["rss"] > 0
+        assert side.ask("step")["rss_peak"] > 0
+        with pytest.raises(sides.SideError, match="unknown command 'jump'"):
+            side.ask("jump")
+    assert "a library that prints" in (tmp_path / "log").read_text()
+
+
+def test_a_side_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        sides.Side(FakeSpec("fake", {"die": ""}), tmp_path, {"PATH": ""}, tmp_path / "log") as side,
+        pytest.raises(sides.SideError, match=r"fake:die= ended with status 1(.|\n)*out of luck"),
+    ):
+        side.ask("step")
+
+
+def test_setup_script_is_valid_shell() -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "bench" / "setup_trl.sh")], check=True)
