@@ -11,11 +11,13 @@ from rich.table import Table
 from bench.protocol import PHASES
 
 GB = 1e9
+WIDTH = 110
+"""Columns that the widest table needs with the settings of a side in its name."""
 
 
 def show(results: dict[str, Any], console: Console | None = None) -> None:
     """Print everything that matters from the content of results.json."""
-    console = console or Console()
+    console = console or Console(width=max(WIDTH, Console().width))
     step = results["opd_step"]
     sides = {name: value for name, value in step.items() if isinstance(value, dict) and "phases" in value}
     console.print(_times(step, sides))

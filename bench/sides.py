@@ -15,12 +15,12 @@ from bench.stats import OURS, TRL
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = {OURS: ".venv", **dict.fromkeys(TRL, ".venv-trl")}
-BEST_SETTINGS: dict[str, dict[str, str]] = {
+SETTINGS: dict[str, dict[str, str]] = {
     OURS: {},
     "trl_gkd": {"micro_batch": "16", "attention": "sdpa"},
     "trl_distillation": {"micro_batch": "16", "attention": "sdpa", "cache": "dynamic"},
 }
-"""What is fastest for each side on two cores; bench/README.md says how it was found and how to look again."""
+"""What each side runs with unless told otherwise; bench/README.md says what is known about these choices."""
 
 
 class SideError(RuntimeError):
@@ -62,8 +62,8 @@ class Spec:
         settings = {}
         for item in filter(None, rest.split(",")):
             key, equals, value = item.partition("=")
-            if not equals or key not in BEST_SETTINGS[side]:
-                known = ", ".join(BEST_SETTINGS[side]) or "none"
+            if not equals or key not in SETTINGS[side]:
+                known = ", ".join(SETTINGS[side]) or "none"
                 raise ValueError(f"{text!r}: {item!r} is not key=value with a setting of {side} (it has: {known})")
             settings[key] = value
         return cls(side, settings)
@@ -80,7 +80,7 @@ class Spec:
             raise SideError(f"{self.name} needs {python}, which does not exist: {how}")
         if self.side == OURS:
             return [str(python), "-m", "bench.understudy_side", str(work)]
-        settings = {**BEST_SETTINGS[self.side], **self.settings}
+        settings = {**SETTINGS[self.side], **self.settings}
         options = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         return [str(python), "-m", "bench.trl_side", str(work), self.side.removeprefix("trl_"), *options]
 

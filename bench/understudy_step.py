@@ -1,15 +1,26 @@
-"""The one file of the benchmark that calls understudy: it builds the models once and does one step at a time.
+"""The one file of the benchmark that calls understudy: it builds the run once and does one step of it at a time.
 
-Everything that understudy imports for a run is to be imported at the top of this module: the memory of the libraries is
-read after the import and before `build`.
+The step is `understudy.train.step`, the same that `understudy train` repeats: record and metrics included.
 """
 
 from __future__ import annotations
 
+import asyncio
+import io
+import json
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from rich.console import Console
+
 from bench.protocol import Work
+from understudy import train
+from understudy.config.load import dump
+from understudy.config.schema import Config
+from understudy.record.display import Display
+from understudy.record.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,67 @@ class Stepper(Protocol):
         """Generate for the next `work.batch(step)`, score with the teacher, update the student once."""
 
 
+class UnderstudyStepper:
+    """A run of understudy whose steps somebody else asks for."""
+
+    def __init__(self, run: train.Run, prompt_tokens: list[int], per_step: int) -> None:
+        self.run = run
+        self.prompt_tokens, self.per_step = prompt_tokens, per_step
+        self.student_bytes = _bytes(run.parts.student.model)
+        self.teacher_bytes = sum(_bytes(engine.model.model) for engine in run.parts.teacher_engines.values())
+        self.loop = asyncio.new_event_loop()
+        self.scheduler = self.loop.run_until_complete(self._enter())
+
+    async def _enter(self) -> object:
+        return await self.run.parts.scheduler().__aenter__()
+
+    def step(self) -> StepReport:
+        at = self.run.step * self.per_step % len(self.prompt_tokens)
+        self.loop.run_until_complete(train.step(self.run))
+        metrics = self.run.directory.load_metrics()[-1].metrics
+        return StepReport(
+            phases={name: metrics[f"seconds/{name}"] for name in ("generate", "teacher", "update")},
+            new_tokens=int(metrics["tokens"]),
+            prompt_tokens=sum(self.prompt_tokens[at : at + self.per_step]),
+            loss=metrics["kl"],
+        )
+
+
 def build(work: Work) -> Stepper:
     """Load student and teacher and be ready for the first step."""
-    raise NotImplementedError(
-        "the benchmark's own side is not connected yet: bench/understudy_step.py, build() has to load "
-        f"{work.student} and {work.teacher} through understudy's Python API and return a Stepper"
+    directory = Path(tempfile.mkdtemp(prefix="understudy-bench-run-"))
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in work.prompts))
+    config = Config.model_validate(
+        {
+            "name": "run",
+            "out": str(directory),
+            "seed": work.seed,
+            "threads": work.threads,
+            "steps": 1_000_000,
+            "prompts_per_step": work.prompts_per_step,
+            "student": {"path": work.student, "dtype": "float32"},
+            "teachers": {"whole": {"path": work.teacher, "dtype": "float32"}},
+            "data": {"train": str(prompts), "shuffle": False},
+            "rollout": {"min_tokens": work.new_tokens, "max_tokens": work.new_tokens},
+            "algorithm": {"objective": "reverse_kl"},
+            "optimizer": {
+                "lr": work.lr,
+                "betas": work.betas,
+                "clip_norm": work.clip_norm,
+                "micro_batch_tokens": 320,
+            },
+        }
     )
+    run_directory = RunDirectory.create(directory / "run", dump(config))
+    run = train.open_run(config, run_directory, Display(config.steps, "bench", console=Console(file=io.StringIO())))
+    lengths = [len(run.parts.tokenizer.render(p.messages)) for p in run.parts.stream.take(len(work.prompts))]
+    run.parts.stream.restore({**run.parts.stream.state(), "position": 0})
+    return UnderstudyStepper(run, lengths, work.prompts_per_step)
+
+
+def _bytes(model: object) -> int:
+    from torch import nn
+
+    assert isinstance(model, nn.Module)
+    return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from understudy.agent_loop import single_turn  # noqa: F401  # registers the loop
-from understudy.agent_loop.contract import LOOPS, Tokenizer, render_prompt
+from understudy.agent_loop.contract import LOOPS, Tokenizer, derive_seed, render_prompt
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import Algorithm, TeacherHead
@@ -31,12 +31,14 @@ from understudy.models.causal_lm import CausalLM
 from understudy.models.loading import apply_lora, load_causal_lm
 from understudy.models.tokenizers import SafeTokenizer, compare
 from understudy.models.weights import trainable
+from understudy.optimizer_state import seed_rng
 from understudy.policy.text import log_probs
 from understudy.queue.memory import MemoryQueue
 from understudy.routing import Router
 from understudy.runtime.inline import InlineScheduler
+from understudy.runtime.memory import keep_freed_memory
 from understudy.scoring import EpisodeScorer
-from understudy.teachers.client import ResidentTeacher, TeacherClient
+from understudy.teachers.client import ResidentTeacher, TeacherClient, own_context
 from understudy.teachers.pool import TeacherPool
 
 Report = Callable[[str], None]
@@ -75,6 +77,12 @@ class Parts:
         """Drives the engines while it is entered."""
         return InlineScheduler([self.student_engine, *self.teacher_engines.values()], self.config.engine.score_every)
 
+    async def forget_prefixes(self) -> None:
+        """Engines drop the prompts that they kept: what a step or an evaluation computes, to the last bit, must not
+        depend on what this process did before, or a resumed run would differ."""
+        for engine in (self.student_engine, *self.teacher_engines.values()):
+            await engine.load(engine.version, None)
+
     def scorer(self, want: Want) -> EpisodeScorer:
         """What completes the rows of finished episodes."""
 
@@ -102,6 +110,7 @@ class Parts:
 
 def assemble(config: Config, report: Report = lambda line: None) -> Parts:
     """Load models and data, check that they fit together, and connect the parts."""
+    keep_freed_memory()
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     for plugin in config.plugins:
         load_plugin(plugin)
@@ -128,6 +137,7 @@ def assemble(config: Config, report: Report = lambda line: None) -> Parts:
         decode=tokenizer.decode,
         prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
     )
+    seed_rng(config.seed)  # nothing of ours draws from the global generators, but plugins may
     algorithm = distill(**config.algorithm.model_dump(exclude={"name"}), heads=teachers.heads)
     return Parts(
         config=config,
@@ -154,16 +164,22 @@ def assemble(config: Config, report: Report = lambda line: None) -> Parts:
 
 
 def load_plugin(path: str) -> None:
-    """Run a user's file, which registers what it defines."""
+    """Run a user's file, which registers what it defines; once in a process, however many runs ask for it."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"plugins: {path} does not exist (looked for {file.absolute()})")
-    spec = importlib.util.spec_from_file_location(f"understudy_plugin_{file.stem}", file)
+    name = f"understudy_plugin_{file.stem}_{derive_seed(str(file.resolve())):x}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise UserError(f"plugins: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +259,10 @@ def _check_prompts(config: Config, sets: list[PromptSet], tokenizer: SafeTokeniz
     mistakes: list[str] = []
     for prompt in (p for prompts in sets for p in prompts[:CHECKED_PROMPTS]):
         try:
-            client.route(prompt)
+            teacher = client.teachers[client.route(prompt)]
             tokens = render_prompt(tokenizer, prompt, longest)
+            if teacher.system_prompt is not None:
+                own_context(teacher, prompt, _unanswered(tokens))
             if len(tokens) > room:
                 raise UserError(
                     f"{prompt}: {len(tokens)} prompt tokens and the longest answer do not fit "
@@ -257,3 +275,9 @@ def _check_prompts(config: Config, sets: list[PromptSet], tokenizer: SafeTokeniz
     if mistakes:
         more = f"\n  … and {len(mistakes) - 10} more" if len(mistakes) > 10 else ""
         raise UserError("\n  ".join([f"{len(mistakes)} prompts cannot be used:", *mistakes[:10]]) + more)
+
+
+def _unanswered(tokens: Tensor) -> Trajectory:
+    """A prompt alone."""
+    nothing = torch.empty(0)
+    return Trajectory(tokens, torch.zeros(len(tokens), dtype=torch.bool), nothing, nothing.to(torch.int32))

@@ -22,7 +22,6 @@ import errno
 import json
 import math
 import os
-import random
 import re
 import shutil
 import zlib
@@ -32,43 +31,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import Parameter
 
 from understudy.errors import UserError
+from understudy.tensor_file import Seal, TensorFile, crc_of_file, file_name, write_bytes
 
 FORMAT = "understudy-checkpoint"
 VERSION = 1
 STATE = "state.json"
 BEST = "best.json"
 
-_CHUNK = 1 << 20
 _SLACK = 4096
 """bytes that a file or directory may take beyond its contents"""
 _STEP = re.compile(r"step-(\d{6,})")
 _WRITING, _TRASH, _OLD = ".writing-", ".trash-", ".old-"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class CheckpointError(UserError):
@@ -159,8 +138,8 @@ class CheckpointStore:
         Whatever happens, earlier checkpoints stay as they are until this one is durable. Checkpoints of later steps,
         left by a run that was resumed from an earlier one, go away then, as they belong to another course of events.
         """
-        layouts = {f"{stem}.safetensors": _Layout(stem, named) for stem, named in tensors.items()}
-        seals = {name: _Seal(layout.size, 0) for name, layout in layouts.items()}
+        layouts = {f"{stem}.safetensors": TensorFile(stem, named) for stem, named in tensors.items()}
+        seals = {name: Seal(layout.size, 0) for name, layout in layouts.items()}
         mark = Best(step, measure, value) if best else None
         _require_json(dict(state), "state")
         with self._explained(f"{name_of(step)} was not saved"):
@@ -213,12 +192,12 @@ class CheckpointStore:
                 paths[int(found[1])] = path
         return paths
 
-    def _write(self, target: Path, layouts: Mapping[str, _Layout], draft: _State) -> None:
+    def _write(self, target: Path, layouts: Mapping[str, TensorFile], draft: _State) -> None:
         writing, old = self.directory / (_WRITING + target.name), self.directory / (_OLD + target.name)
         try:
             writing.mkdir()
             seals = {name: layout.write(writing / name) for name, layout in layouts.items()}
-            _write_bytes(writing / STATE, [replace(draft, files=seals).to_json()])
+            write_bytes(writing / STATE, [replace(draft, files=seals).to_json()])
             _sync_directory(writing)
             if target.exists():
                 os.rename(target, old)
@@ -264,7 +243,7 @@ class CheckpointStore:
         if mark is None:
             path.unlink(missing_ok=True)
         else:
-            _write_bytes(writing, [json.dumps(asdict(mark), allow_nan=False).encode()])
+            write_bytes(writing, [json.dumps(asdict(mark), allow_nan=False).encode()])
             os.replace(writing, path)
         _sync_directory(self.directory)
 
@@ -311,19 +290,11 @@ def name_of(step: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seal:
-    """By which a file is known to be whole."""
-
-    size: int
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
 class _State:
     """What state.json holds. Written last: its presence says that the other files are there."""
 
     step: int
-    files: dict[str, _Seal]
+    files: dict[str, Seal]
     best: Best | None
     """set if this checkpoint was the best one when it was saved"""
     best_before: Best | None
@@ -352,53 +323,11 @@ def _read_state(directory: Path) -> tuple[_State | None, str]:
     if raw.pop("crc32", None) != f"{_crc_of(raw):08x}":
         return None, f"{path}: checksum differs, the file was altered after it was written"
     try:
-        files = {_file_name(name): _Seal(**seal) for name, seal in raw["files"].items()}
+        files = {file_name(name): Seal(**seal) for name, seal in raw["files"].items()}
         best, before = (None if raw[key] is None else _best_from(raw[key]) for key in ("best", "best_before"))
         return _State(raw["step"], files, best, before, raw["state"]), ""
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return None, f"{path}: not as understudy writes it: {error!r}"
-
-
-class _Layout:
-    """One safetensors file to be: 8 bytes of header length, a JSON header, then the tensors' bytes without gaps."""
-
-    def __init__(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
-        _file_name(f"{stem}.safetensors")
-        problems = [f"{stem}: {why}" for name, tensor in tensors.items() for why in _unsavable(name, tensor)]
-        if problems:
-            raise ValueError("\n".join(problems))
-        # Wide dtypes first, as the safetensors library does it, so that every tensor is aligned when mapped.
-        self.tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, tensor in self.tensors.items():
-            start, end = end, end + tensor.numel() * tensor.itemsize
-            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-        self.size = len(self.header) + end
-
-    def write(self, path: Path) -> _Seal:
-        return _write_bytes(path, self._pieces())
-
-    def _pieces(self) -> Iterator[bytes | memoryview]:
-        yield self.header
-        for tensor in self.tensors.values():
-            if tensor.numel():
-                dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-                yield dense.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _unsavable(name: str, tensor: Tensor) -> list[str]:
-    problems = []
-    if name == "__metadata__":
-        problems.append("a tensor cannot be named __metadata__")
-    if tensor.dtype not in _DTYPES:
-        problems.append(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors does not know")
-    if tensor.layout != torch.strided or tensor.is_meta:
-        problems.append(f"tensor {name!r} is no dense tensor with data ({tensor.layout}, {tensor.device})")
-    return problems
 
 
 def _verify(path: Path) -> tuple[_State | None, list[str]]:
@@ -417,13 +346,13 @@ def _verify(path: Path) -> tuple[_State | None, list[str]]:
     return state, problems
 
 
-def _damage(file: Path, seal: _Seal) -> list[str]:
+def _damage(file: Path, seal: Seal) -> list[str]:
     if not file.is_file():
         return [f"{file}: missing"]
     size = file.stat().st_size
     if size != seal.size:
         return [f"{file}: {size:,} bytes, expected {seal.size:,}: cut off or replaced"]
-    if _crc_of_file(file) != seal.crc32:
+    if crc_of_file(file) != seal.crc32:
         return [f"{file}: checksum differs, the file was altered after it was written"]
     return []
 
@@ -449,13 +378,6 @@ def _best_from(raw: Mapping[str, Any]) -> Best:
     return Best(int(raw["step"]), raw["measure"], raw["value"])
 
 
-def _file_name(name: str) -> str:
-    """The name itself, if it can only mean a file in the checkpoint's own directory."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]+\.safetensors", name):
-        raise ValueError(f"{name!r} does not serve as a file name: letters, digits, - and _, then .safetensors")
-    return name
-
-
 def _require_json(value: Any, where: str) -> None:
     """JSON would turn integer keys into strings without a word, and its errors do not say where."""
     if isinstance(value, dict):
@@ -474,31 +396,6 @@ def _require_json(value: Any, where: str) -> None:
 
 def _crc_of(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _crc_of_file(path: Path) -> int:
-    crc = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def _write_bytes(path: Path, pieces: Iterable[bytes | memoryview]) -> _Seal:
-    """Write, checksum and fsync one new file, in chunks that stay in the processor's cache for the second pass."""
-    size = crc = 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        for piece in pieces:
-            for start in range(0, len(piece), _CHUNK):
-                chunk = piece[start : start + _CHUNK]
-                crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-                while chunk:
-                    chunk = chunk[os.write(file, chunk) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return _Seal(size, crc)
 
 
 def _sync_directory(path: Path) -> None:
@@ -521,131 +418,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def pack_optimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer as named tensors and JSON-able state. The tensors are its own, not copies."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    groups = []
-    for i, (group, members) in enumerate(_named_groups(optimizer, named_parameters)):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"parameters": list(members), "settings": _split(settings, f"group {i}", tensors)})
-        for name, parameter in members.items():
-            if parameter in optimizer.state:
-                values[name] = _split(optimizer.state[parameter], name, tensors)
-    return tensors, {"optimizer": type(optimizer).__name__, "groups": groups, "values": values}
-
-
-def unpack_optimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, Parameter]],
-    tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-) -> None:
-    """Put a packed optimizer's settings and state into a fresh one of the same kind over the same parameters.
-
-    Unlike `load_state_dict` this keeps every dtype as it was saved: fp32 moments of bf16 weights stay fp32.
-    """
-    groups = _named_groups(optimizer, named_parameters)
-    _require_same_optimizer(type(optimizer).__name__, [list(members) for _, members in groups], state)
-    settings = [_join(group["settings"], f"group {i}", tensors) for i, group in enumerate(state["groups"])]
-    values = {name: _join(packed, name, tensors) for name, packed in state["values"].items()}
-    optimizer.state.clear()
-    for (group, members), saved in zip(groups, settings, strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
-        step_on_device = bool(group.get("fused") or group.get("capturable"))
-        for name in members.keys() & values.keys():
-            optimizer.state[members[name]] = {
-                key: _placed(value, members[name], on_cpu=key == "step" and not step_on_device)
-                for key, value in values[name].items()
-            }
-
-
-def _named_groups(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
-) -> list[tuple[dict[str, Any], dict[str, Parameter]]]:
-    """Each parameter group with its parameters by name."""
-    names = {id(parameter): name for name, parameter in named_parameters}
-    nameless = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
-    if nameless:
-        raise ValueError(f"{len(nameless)} parameters of the optimizer are not among the named ones")
-    return [(group, {names[id(p)]: p for p in group["params"]}) for group in optimizer.param_groups]
-
-
-def _split(values: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Move tensors among `values` to `tensors`, leaving {"tensor": name} in their place."""
-    split = {}
-    for key, value in values.items():
-        split[key] = {"tensor": f"{prefix}/{key}"} if isinstance(value, Tensor) else value
-        if isinstance(value, Tensor):
-            tensors[f"{prefix}/{key}"] = value
-    return split
-
-
-def _join(values: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The reverse of `_split`."""
-    missing = [
-        value["tensor"] for value in values.values() if isinstance(value, dict) and value["tensor"] not in tensors
-    ]
-    if missing:
-        raise CheckpointError(f"the checkpoint's optimizer lacks the tensors {', '.join(missing)} of {prefix}")
-    return {key: tensors[value["tensor"]] if isinstance(value, dict) else value for key, value in values.items()}
-
-
-def _placed(value: Any, parameter: Parameter, *, on_cpu: bool) -> Any:
-    """A tensor is copied to where the optimizer expects it, with the parameter's strides: fused kernels need both."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == parameter.shape and not on_cpu:
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-    return value.to("cpu" if on_cpu else parameter.device, copy=True)
-
-
-def _require_same_optimizer(kind: str, here: list[list[str]], state: Mapping[str, Any]) -> None:
-    problems = []
-    if kind != state["optimizer"]:
-        problems.append(f"it is of {state['optimizer']}, the run uses {kind}: set optimizer.name back")
-    there = [group["parameters"] for group in state["groups"]]
-    have, want = {name for group in here for name in group}, {name for group in there for name in group}
-    for names, what in (
-        (want - have, "has parameters that the model lacks"),
-        (have - want, "lacks parameters of the model"),
-    ):
-        if names:
-            problems.append(f"it {what}: {', '.join(sorted(names)[:5])} ({len(names)} in all)")
-    if have == want and here != there:
-        problems.append("its parameters are grouped in another way")
-    if problems:
-        raise CheckpointError("the checkpoint's optimizer does not fit:\n" + "\n".join(f"  {p}" for p in problems))
-
-
-def pack_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of every global random generator (torch on CPU and CUDA, Python, NumPy) as tensors and JSON."""
-    version, internal, gauss = random.getstate()
-    legacy: dict[str, Any] = np.random.get_state(legacy=False)
-    if legacy["bit_generator"] != "MT19937":
-        raise ValueError(f"NumPy's global generator is {legacy['bit_generator']}, only MT19937 can be saved")
-    tensors = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(internal, dtype=torch.int64),
-        "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
-    }
-    if torch.cuda.is_available():
-        tensors |= {f"cuda-{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    numpy_state = {"pos": legacy["state"]["pos"], "has_gauss": legacy["has_gauss"], "gauss": legacy["gauss"]}
-    return tensors, {"python": {"version": version, "gauss": gauss}, "numpy": numpy_state}
-
-
-def unpack_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Put every global random generator back. CUDA devices that are not here are left out."""
-    python, numpy_state = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
-    key = tensors["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, numpy_state["pos"], numpy_state["has_gauss"], numpy_state["gauss"]))
-    torch.set_rng_state(tensors["torch"].cpu())
-    for i in range(torch.cuda.device_count()):
-        if f"cuda-{i}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda-{i}"].cpu(), i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from understudy.errors import UserError
@@ -12,7 +13,9 @@ from understudy.errors import UserError
 RUN_CONFIG = "config.yaml"
 """The resolved configuration in a run's directory."""
 
-Handler = Callable[[argparse.Namespace], None]
+Handler = Callable[[argparse.Namespace], Callable[[], Path] | None]
+"""Does what a command asks. Where that is a run, the run is handed back for `main` to make: from there to a loss it is
+not far then, and a traceback stays short."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     handler: Handler = args.handler
     try:
-        handler(args)
+        run = handler(args)
+        if run is not None:
+            print(f"run: {run()}")
     except UserError as error:
         print(f"understudy: error: {error}", file=sys.stderr)
         return 2
@@ -30,22 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train_command(args: argparse.Namespace) -> None:
+def train_command(args: argparse.Namespace) -> Callable[[], Path]:
     from understudy.config.load import load
 
     config = load(args.recipe, args.overrides).config
     from understudy.train import train
 
-    run = train(config)
-    print(f"run: {run}")
+    return partial(train, config)
 
 
-def resume_command(args: argparse.Namespace) -> None:
+def resume_command(args: argparse.Namespace) -> Callable[[], Path]:
     run = _existing_run(args.run)
     from understudy.train import resume
 
-    run = resume(run, args.steps)
-    print(f"run: {run}")
+    return partial(resume, run, args.steps)
 
 
 def eval_command(args: argparse.Namespace) -> None:

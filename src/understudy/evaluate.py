@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from understudy.agent_loop.contract import derive_seed, render_prompt
@@ -29,6 +30,7 @@ from understudy.errors import UserError
 from understudy.learner.update import measure
 from understudy.models.weights import copy_into
 from understudy.record.run_directory import EvalSample
+from understudy.scoring import scoring_tasks
 
 COLUMNS = ("tokens", "mask", "behaviour_logp", "teacher_hidden", "teacher_index")
 FULL = Want(hidden=True)
@@ -53,15 +55,30 @@ class Evaluator:
         self.settings = parts.config.validation
         wanted = self.settings.prompts or len(parts.heldout)
         self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
-        self.file = directory / "teacher_text.safetensors"
+        self.file = directory / f"teacher_text-{self._fingerprint()}.safetensors"
         self.progress = progress
         self._fixed: Batch | None = None
         self._uids = itertools.count()
         self._limits = replace(parts.limits, temperature=1.0)
 
+    def _fingerprint(self) -> str:
+        """Of everything that decides the teacher's text, so that text made for other settings is not taken for it."""
+        parts, limit = self.parts, self.parts.config.data.max_prompt_tokens
+        prompts = [
+            (
+                prompt.source,
+                prompt.row,
+                parts.config.teachers[parts.teachers.route(prompt)].path,
+                render_prompt(parts.tokenizer, prompt, limit).tolist(),
+            )
+            for prompt in self.prompts
+        ]
+        return f"{derive_seed(parts.config.seed, self.settings.fixed_tokens, prompts):016x}"
+
     async def __call__(self) -> Evaluation:
         """Needs a running scheduler."""
         loss = TeacherMeasures(self.parts.heads)
+        await self.parts.forget_prefixes()
         batch = await self._sample()
         own = measure(self.parts.student, batch, [loss], self._limits)
         fixed = measure(self.parts.student, await self._fixed_text(), [loss], self._limits)
@@ -82,7 +99,7 @@ class Evaluator:
             await parts.queue.open(GroupKey("validation", prompt.uid), 1)
         scorer, seed = parts.scorer(FULL), parts.config.seed
         sampling = parts.sampling(self.settings)
-        async with asyncio.TaskGroup() as tasks:
+        async with scoring_tasks() as tasks:
             episodes = parts.manager.stream(
                 "validation",
                 prompts,
@@ -95,7 +112,7 @@ class Evaluator:
                 done += 1
                 self.progress("evaluating: answers", done, total)
                 if isinstance(outcome, EpisodeFailure):
-                    raise RuntimeError(f"validation failed: {outcome.reason}\n{outcome.detail}")
+                    raise UserError(f"validation failed: {outcome.reason}\n{outcome.detail}")
                 tasks.create_task(scorer(outcome, step=-1))
         ref = await parts.queue.take("validation", COLUMNS, len(prompts))
         batch = await parts.queue.get(ref, COLUMNS)
@@ -106,6 +123,7 @@ class Evaluator:
         """Teacher continuations with the teacher's hidden states; the text is written once and then read."""
         if self._fixed is None:
             rows = self._read() or await self._write()
+            await self.parts.forget_prefixes()  # written or read, the text is scored alike
             scored = [
                 self.parts.teachers.score(Key("fixed", i, 0, 0, 0), prompt, row, FULL)
                 for i, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True))
@@ -127,27 +145,32 @@ class Evaluator:
     def _read(self) -> list[Trajectory] | None:
         if not self.file.exists():
             return None
-        kept = load_file(self.file)
+        try:
+            kept = load_file(self.file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.file} cannot be read ({error}): remove it, and it is made again") from error
         tokens, masks = (Ragged(kept[name], kept[f"{name}_offsets"]).rows() for name in ("tokens", "mask"))
-        return [_given(t, m) for t, m in zip(tokens, masks, strict=True)] if len(tokens) == len(self.prompts) else None
+        return [_given(t, m) for t, m in zip(tokens, masks, strict=True)]
 
     async def _write(self) -> list[Trajectory]:
         rows = await asyncio.gather(*(self._continue(prompt, number) for number, prompt in enumerate(self.prompts)))
         self.progress("evaluating: teacher text", len(rows), len(rows))
         tokens = Ragged.from_rows([r.tokens for r in rows], dtype=torch.int64)
         mask = Ragged.from_rows([r.mask for r in rows], dtype=torch.bool)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "tokens": tokens.values,
+            "tokens_offsets": tokens.offsets,
+            "mask": mask.values,
+            "mask_offsets": mask.offsets,
+        }
         temporary = self.file.with_suffix(".tmp")
-        save_file(
-            {
-                "tokens": tokens.values,
-                "tokens_offsets": tokens.offsets,
-                "mask": mask.values,
-                "mask_offsets": mask.offsets,
-            },
-            temporary,
-        )
-        temporary.replace(self.file)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(content, temporary)
+            temporary.replace(self.file)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"the teacher's text could not be written to {self.file}: {error}") from error
         return list(rows)
 
     async def _continue(self, prompt: Prompt, number: int) -> Trajectory:

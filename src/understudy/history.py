@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from understudy import checkpoint as checkpoints
-from understudy.config.schema import Config
+from understudy.checkpoint import load
 from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch, Prompt
+from understudy.data.trajectory import Batch, Episode, Prompt
+from understudy.errors import UserError
 from understudy.evaluate import prompt_text
 from understudy.learner.update import NonFiniteLoss
 from understudy.models.weights import copy_into
+from understudy.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
 from understudy.queue.contract import BatchRef
 from understudy.record.display import final_table
 from understudy.record.report import write_report
@@ -31,16 +35,34 @@ SAMPLED_ROLLOUTS = 4
 """Trajectories of each step that `record.rollouts: sample` keeps."""
 
 
-def open_writers(config: Config, directory: RunDirectory) -> Writers:
-    """The optional writers that the recipe asks for."""
-    writers: Writers = []
-    for name in config.record.writers:
-        if name == "tensorboard":
-            writers.append(TensorBoardWriter(directory.path / "tensorboard"))
-        else:
-            project = name.removeprefix("wandb:")
-            writers.append(WandbWriter(project, config.name, directory.path, config.model_dump(mode="json")))
-    return writers
+def announce(run: Run) -> None:
+    """What is optimised, and what the user should know about the samples."""
+    run.display.note(f"objective: {run.parts.algorithm.note}")
+    rollout = run.parts.config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        run.display.note(
+            f"rollout.top_p = {rollout.top_p:g} and rollout.top_k = {rollout.top_k} cut the tail off: samples do not "
+            "come from the distribution that is trained; the metric mass_cut says how much of it they miss"
+        )
+
+
+@contextmanager
+def writing(run: Run) -> Iterator[None]:
+    """With the optional writers that the recipe asks for; a resumed run hides what it wrote after its checkpoint."""
+    config, path = run.parts.config, run.directory.path
+    try:
+        for name in config.record.writers:
+            if name == "tensorboard":
+                run.writers.append(
+                    TensorBoardWriter(path / "tensorboard", purge_step=run.step + 1 if run.step else None)
+                )
+            else:
+                project = name.removeprefix("wandb:")
+                run.writers.append(WandbWriter(project, config.name, path, config.model_dump(mode="json")))
+        yield
+    finally:
+        for writer in run.writers:
+            writer.close()
 
 
 async def validate(run: Run) -> None:
@@ -51,6 +73,7 @@ async def validate(run: Run) -> None:
         return
     with run.display.phase("evaluate"):
         evaluation = await run.evaluator()
+    _engine_seconds(run)  # so that the next step does not count them
     run.directory.log_validation(run.step, evaluation.metrics, evaluation.samples)
     for writer in run.writers:
         writer.log(run.step, {f"validation/{name}": value for name, value in evaluation.metrics.items()})
@@ -86,17 +109,41 @@ async def record(
     run.display.step(run.step, metrics)
 
 
+def mass_cut(episodes: Sequence[Episode]) -> float:
+    """Mean probability, over actions, that could not be drawn: beyond top-p and top-k, or a stop before min_tokens."""
+    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
+    actions = sum(len(trajectory.behaviour_logp) for trajectory in trajectories)
+    cut = sum(trajectory.metrics.get("mass_cut", 0.0) * len(trajectory.behaviour_logp) for trajectory in trajectories)
+    return cut / max(actions, 1)
+
+
+def check_budget(run: Run, ref: BatchRef, step: int) -> None:
+    """Failed groups are shown and counted; too many stop the run."""
+    run.failures.extend(failure.reason for failure in ref.failed)
+    allowed = run.parts.config.rollout.max_failed_groups
+    if len(ref.failed) > allowed or not ref.keys:
+        reasons = "\n  ".join(sorted({failure.reason for failure in ref.failed})[:5])
+        raise UserError(
+            f"step {step}: {len(ref.failed)} of {len(ref.failed) + len({k.group for k in ref.keys})} groups failed, "
+            f"rollout.max_failed_groups allows {allowed}:\n  {reasons}"
+        )
+
+
 def _phase_seconds(run: Run) -> dict[str, float]:
     """Where the step's time went; embedded, generation and scoring take turns, so their times do not overlap."""
+    generate, teacher = _engine_seconds(run)
+    update = run.display.phase_metrics().get("seconds/update", 0.0)
+    return {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
+
+
+def _engine_seconds(run: Run) -> tuple[float, float]:
+    """Seconds of generation and of scoring since this was last asked."""
     engines = [run.parts.student_engine, *run.parts.teacher_engines.values()]
-    seconds = {
-        "seconds/generate": sum(engine.counts.generate_seconds for engine in engines),
-        "seconds/teacher": sum(engine.counts.score_seconds for engine in engines),
-        "seconds/update": run.display.phase_metrics().get("seconds/update", 0.0),
-    }
+    generate = sum(engine.counts.generate_seconds for engine in engines)
+    score = sum(engine.counts.score_seconds for engine in engines)
     for engine in engines:
         engine.counts.generate_seconds = engine.counts.score_seconds = 0.0
-    return seconds
+    return generate, score
 
 
 async def _record_rollouts(run: Run, ref: BatchRef, columns: Mapping[str, Ragged], prompts: list[Prompt]) -> None:
@@ -135,8 +182,8 @@ def _rollout_row(
 def save(run: Run) -> Path:
     """A checkpoint of this step; the best one is marked by the measure that the recipe names."""
     named = run.parts.trainable()
-    optimizer, optimizer_state = checkpoints.pack_optimizer(run.parts.optimizer, named)
-    rng, rng_state = checkpoints.pack_rng()
+    optimizer, optimizer_state = pack_optimizer(run.parts.optimizer, named)
+    rng, rng_state = pack_rng()
     measure = run.parts.config.checkpoint.best
     value, best = _best(run, measure)
     return run.checkpoints.save(
@@ -159,7 +206,7 @@ def save(run: Run) -> Path:
 def _best(run: Run, measure: str) -> tuple[float | None, bool]:
     """The measure at this step, and whether no marked checkpoint has a lower one."""
     now = [m.metrics.get(measure) for m in run.directory.load_validations() if m.step == run.step]
-    if not now or now[0] is None:
+    if not now or now[0] is None or not math.isfinite(now[0]):
         return None, False
     mark = run.checkpoints.best_mark()
     return now[0], mark is None or mark.value is None or now[0] < mark.value
@@ -172,11 +219,11 @@ def restore(run: Run) -> None:
         run.directory.rewind(0)
         run.display.note("no checkpoint yet: starting from the beginning")
         return
-    found = checkpoints.load(run.checkpoints.latest())
+    found = load(run.checkpoints.latest())
     named = run.parts.trainable()
     copy_into(run.parts.student.model, found.tensors["model"])
-    checkpoints.unpack_optimizer(run.parts.optimizer, named, found.tensors["optimizer"], found.state["optimizer"])
-    checkpoints.unpack_rng(found.tensors["rng"], found.state["rng"])
+    unpack_optimizer(run.parts.optimizer, named, found.tensors["optimizer"], found.state["optimizer"])
+    unpack_rng(found.tensors["rng"], found.state["rng"])
     run.parts.stream.restore(found.state["data"])
     run.step, run.version = found.step, found.state["version"]
     run.failures = list(found.state["failures"])
@@ -194,11 +241,15 @@ def dump_batch(run: Run, batch: Batch, step: int, error: NonFiniteLoss) -> str:
     path = run.directory.path / f"nonfinite-step-{step:06d}.safetensors"
     tensors = {name: column.values.contiguous() for name, column in batch.columns.items()}
     tensors |= {f"{name}_offsets": column.offsets for name, column in batch.columns.items()}
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+        kept = f"the batch is in {path}"
+    except (OSError, SafetensorError) as failure:
+        kept = f"the batch could not be written to {path}: {failure}"
     named = "\n  ".join(str(key) for key in error.keys[:10])
     more = f"\n  … and {len(error.keys) - 10} more" if len(error.keys) > 10 else ""
     return (
-        f"step {step}: {error}. The weights are those of step {step - 1}; the batch is in {path}. Rows concerned:\n  "
+        f"step {step}: {error}. The weights are those of step {step - 1}; {kept}. Rows concerned:\n  "
         f"{named}{more}\nLower optimizer.lr or optimizer.clip_norm, or look at these rows; "
         f"`understudy resume {run.directory.path}` goes on from the last checkpoint."
     )
@@ -206,8 +257,6 @@ def dump_batch(run: Run, batch: Batch, step: int, error: NonFiniteLoss) -> str:
 
 def finish(run: Run) -> None:
     """Summary, report and the closing table; or, after Ctrl-C, how to go on."""
-    for writer in run.writers:
-        writer.close()
     console, config = run.display.console, run.parts.config
     if run.step < config.steps:
         console.print(

@@ -6,16 +6,29 @@ Every trajectory is scored, each on its own, while other episodes are still bein
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from understudy.data.trajectory import Episode, Key, Prompt, Trajectory
+from understudy.errors import UserError
 from understudy.queue.contract import SampleQueue
 
 Judge = Callable[[Key, Prompt, Trajectory], Awaitable[dict[str, Tensor]]]
 """Columns that a teacher, a reward or a reference adds to one trajectory."""
+
+
+@asynccontextmanager
+async def scoring_tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks that score episodes, all done at the end. A mistake of the user's comes out as itself, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        mistakes = [error for error in group.exceptions if isinstance(error, UserError)]
+        raise mistakes[0] if mistakes else group from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,19 @@
 """The training loop, top to bottom: roll out and score, learn, publish, record. The first file to read.
 
-`train` starts a run, `resume` goes on with one. Both end in `_steps`.
+`train` starts a run, `resume` goes on with one. Both come down to `all_steps`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from understudy import history
 from understudy.agent_loop.contract import derive_seed
@@ -29,6 +31,7 @@ from understudy.learner.update import NonFiniteLoss, update
 from understudy.queue.contract import BatchRef
 from understudy.record.display import Display
 from understudy.record.run_directory import RunDirectory
+from understudy.scoring import scoring_tasks
 from understudy.weights import publish
 
 
@@ -41,7 +44,7 @@ class Run:
     checkpoints: CheckpointStore
     display: Display
     evaluator: Evaluator | None
-    writers: history.Writers
+    writers: history.Writers = field(default_factory=list)
     step: int = 0
     version: int = 0
     stopping: bool = False
@@ -50,8 +53,11 @@ class Run:
 
 def train(config: Config) -> Path:
     """Train from the beginning; returns the run's directory, which must not hold a run yet."""
-    directory = RunDirectory.create(Path(config.out) / config.name, dump(config))
-    return _execute(config, directory, resumed=False)
+    directory = RunDirectory(Path(config.out) / config.name)
+    directory.require_free()
+    with _opened(config, directory, resumed=False) as run:
+        asyncio.run(all_steps(run))
+    return directory.path
 
 
 def resume(path: Path | str, steps: int | None = None) -> Path:
@@ -59,24 +65,35 @@ def resume(path: Path | str, steps: int | None = None) -> Path:
     directory = RunDirectory.open(path)
     overrides = [f"steps={steps}"] if steps is not None else []
     config = load(directory.path / "config.yaml", overrides).config
-    return _execute(config, directory, resumed=True)
-
-
-def _execute(config: Config, directory: RunDirectory, *, resumed: bool) -> Path:
-    with Display(config.steps, config.name) as display:
-        parts = assemble(config, display.note)
-        display.note(f"objective: {parts.algorithm.note}")
-        checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep)
-        evaluator = Evaluator(parts, directory.path / "validation", display.progress) if parts.heldout else None
-        run = Run(parts, directory, checkpoints, display, evaluator, history.open_writers(config, directory))
-        if resumed:
-            history.restore(run)
-        asyncio.run(_steps(run))
-    history.finish(run)
+    with _opened(config, directory, resumed=True) as run:
+        asyncio.run(all_steps(run))
     return directory.path
 
 
-async def _steps(run: Run) -> None:
+@contextmanager
+def _opened(config: Config, directory: RunDirectory, *, resumed: bool) -> Iterator[Run]:
+    """A run from its parts to its summary. Nothing is written before models and data have been checked."""
+    with Display(config.steps, config.name) as display:
+        run = open_run(config, directory, display)
+        history.announce(run)
+        if resumed:
+            history.restore(run)
+        else:
+            RunDirectory.create(directory.path, dump(config))
+        with history.writing(run):
+            yield run
+    history.finish(run)
+
+
+def open_run(config: Config, directory: RunDirectory, display: Display) -> Run:
+    """Load and wire everything; nothing has been computed yet."""
+    parts = assemble(config, display.note)
+    checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep)
+    evaluator = Evaluator(parts, directory.path / "validation", display.progress) if parts.heldout else None
+    return Run(parts, directory, checkpoints, display, evaluator)
+
+
+async def all_steps(run: Run) -> None:
     """The whole of training."""
     config = run.parts.config
     async with run.parts.scheduler():
@@ -85,44 +102,39 @@ async def _steps(run: Run) -> None:
             if run.step == 0:
                 await history.validate(run)
             while run.step < config.steps and not run.stopping:
-                await _step(run)
-                last = run.step == config.steps or run.stopping
-                every = config.validation.every
-                if run.step == config.steps or (every and run.step % every == 0):
+                await step(run)
+                last, every = run.step == config.steps, config.validation.every
+                if last or (every and run.step % every == 0):
                     await history.validate(run)
-                if last or run.step % config.checkpoint.every == 0:
+                if last or run.stopping or run.step % config.checkpoint.every == 0:
                     history.save(run)
 
 
-async def _step(run: Run) -> None:
+async def step(run: Run) -> None:
     """Rollout, scoring, signal, learning, publication, record: one update."""
-    parts, config, step = run.parts, run.parts.config, run.step + 1
+    parts, config, number = run.parts, run.parts.config, run.step + 1
     started = time.perf_counter()
     prompts = parts.stream.take(config.prompts_per_step)
+    await parts.forget_prefixes()
     with run.display.phase("rollout"):
-        ref, times = await _rollout(run, prompts, step)
+        ref, times = await _rollout(run, prompts, number)
     batch = await parts.queue.get(ref, parts.algorithm.needs)
     with run.display.phase("update"):
-        rate = learning_rate(config.optimizer, step, config.steps)
+        rate = learning_rate(config.optimizer, number, config.steps)
         for group in parts.optimizer.param_groups:
             group["lr"] = rate
         try:
-            metrics, columns = update(
-                parts.student,
-                parts.optimizer,
-                batch,
-                parts.algorithm.losses,
-                parts.limits,
-                config.optimizer.clip_norm,
-                [parameter for _, parameter in parts.trainable()],
-            )
+            losses, clip = parts.algorithm.losses, config.optimizer.clip_norm
+            weights = [parameter for _, parameter in parts.trainable()]
+            metrics, columns = update(parts.student, parts.optimizer, batch, losses, parts.limits, clip, weights)
         except NonFiniteLoss as error:
-            raise UserError(history.dump_batch(run, batch, step, error)) from error
+            raise UserError(history.dump_batch(run, batch, number, error)) from error
     run.version += 1
     await publish([parts.student_engine], run.version, None)
-    run.step = step
+    run.step = number
     seconds = time.perf_counter() - started
     metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, **times.metrics()}
+    metrics |= {"mass_cut": history.mass_cut(times.episodes)}
     await history.record(run, ref, batch, metrics, columns, prompts)
     await parts.queue.clear(ref)
 
@@ -140,7 +152,7 @@ async def _rollout(run: Run, prompts: list[Prompt], step: int) -> tuple[BatchRef
         parts.sampling(config.rollout),
         lambda prompt, sample: derive_seed(seed, "train", prompt.uid, sample),
     )
-    async with asyncio.TaskGroup() as scoring:
+    async with scoring_tasks() as scoring:
         async for outcome in episodes:
             if isinstance(outcome, EpisodeFailure):
                 run.display.note(f"step {step}: group {outcome.key.uid} failed: {outcome.reason}")
@@ -149,20 +161,8 @@ async def _rollout(run: Run, prompts: list[Prompt], step: int) -> tuple[BatchRef
             times.add(outcome)
             scoring.create_task(scorer(outcome, step))
     ref = await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
-    _check_budget(run, ref, step)
+    history.check_budget(run, ref, step)
     return ref, times
-
-
-def _check_budget(run: Run, ref: BatchRef, step: int) -> None:
-    """Failed groups are shown and counted; too many stop the run."""
-    run.failures.extend(failure.reason for failure in ref.failed)
-    allowed = run.parts.config.rollout.max_failed_groups
-    if len(ref.failed) > allowed or not ref.keys:
-        reasons = "\n  ".join(sorted({failure.reason for failure in ref.failed})[:5])
-        raise UserError(
-            f"step {step}: {len(ref.failed)} of {len(ref.failed) + len({k.group for k in ref.keys})} groups failed, "
-            f"rollout.max_failed_groups allows {allowed}:\n  {reasons}"
-        )
 
 
 @contextmanager
@@ -185,3 +185,13 @@ def _stop_on_interrupt(run: Run) -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+class _Callable(ModuleType):
+    """Importing this file makes `understudy.train` mean the file; as a function it must go on working."""
+
+    def __call__(self, config: Config) -> Path:
+        return train(config)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -65,7 +65,7 @@ class EpisodeTimes:
             return {}
         totals = sorted(e.timings.get("total", 0.0) for e in self.episodes)
         slowest = max(self.episodes, key=lambda e: e.timings.get("total", 0.0))
-        p95 = totals[min(len(totals) - 1, int(0.95 * len(totals)))]
+        p95 = totals[-(-95 * len(totals) // 100) - 1]
         breakdown = {f"episode_slowest_{name}": seconds for name, seconds in slowest.timings.items() if name != "total"}
         return {
             "episode_mean": sum(totals) / len(totals),

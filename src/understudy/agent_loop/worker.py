@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -44,10 +45,18 @@ class AgentLoopWorker:
             _check(episode, name)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _cancelled():
+                raise
             reason = f"agent loop {name!r} raised {type(error).__name__} on {prompt}: {error}"
             return EpisodeFailure(key, prompt, reason, traceback.format_exc())
         return episode
+
+
+def _cancelled() -> bool:
+    """Whether it is the episode that was cancelled, and not a task which its loop waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _check(episode: Episode, name: str) -> None:

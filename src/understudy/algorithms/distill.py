@@ -36,9 +36,9 @@ class Divergence:
             return SAMPLED[self.objective](out.logp, teacher_logp), {"teacher_logp": teacher_logp}
         if self.payload == "top_k":
             ids, teacher_k = columns["teacher_topk_ids"], columns["teacher_topk_logp"]
-            student_k = out.log_probs.gather(-1, ids)
-            mass = {"teacher_mass": teacher_k.exp().sum(-1), "student_mass": student_k.detach().exp().sum(-1)}
-            return distillation.forward_kl_top_k(student_k, teacher_k), {
+            student_mass = out.log_probs.detach().gather(-1, ids).exp().sum(-1)
+            mass = {"teacher_mass": teacher_k.exp().sum(-1), "student_mass": student_mass}
+            return distillation.forward_kl_top_k(out.log_probs, ids, teacher_k), {
                 "teacher_logp": columns["teacher_logp"],
                 **mass,
             }
@@ -92,9 +92,10 @@ class PolicyGradientLoss:
     coefficient: float = 1.0
 
     def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
+        logp = out.logp  # first, with gradient: what `out` computes it computes once
         with torch.no_grad():
             value, seen = self.divergence(out, columns)
-        clipped = policy_gradient.dual_clip(out.logp, columns["behaviour_logp"], -value, self.clip, self.dual_clip)
+        clipped = policy_gradient.dual_clip(logp, columns["behaviour_logp"], -value, self.clip, self.dual_clip)
         fractions = {"clipped": clipped.clipped.float(), "dual_clipped": clipped.dual_clipped.float()}
         per_action = {"loss": clipped.loss.detach(), "divergence": value, **fractions, **_common(out, columns), **seen}
         return LossSum(clipped.loss.sum(), per_action)
@@ -148,12 +149,15 @@ def distill(
 
 def _exactness(objective: str, payload: Payload, form: str) -> str:
     if form == "policy_gradient":
+        if payload != "sampled":
+            return "the divergence of a state is the same for every token taken there: the mean gradient is ZERO"
         return "per-token advantages, the effect of a token on later states is not counted"
     if payload == "full":
         return "exact at every visited state"
     if payload == "top_k":
         return "a lower bound: all tokens outside the teacher's top k count as one"
     return {
+        "k1": "one sample per state; the mean gradient is ZERO",
         "k2": "one sample per state; the mean gradient is that of reverse KL",
         "k3": "one sample per state; the mean gradient is that of FORWARD KL",
     }[objective]

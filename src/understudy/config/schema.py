@@ -178,6 +178,11 @@ class Distill(Section):
                 "use form: policy_gradient, or k2, or reverse_kl"
             )
         sampled = self.objective in ("k1", "k2", "k3")
+        if not sampled and self.form == "policy_gradient":
+            raise ValueError(
+                f"{self.objective} is the same for every token that could have been drawn, so as an advantage it has "
+                "no gradient in expectation: use form: supervised, or k1, k2 or k3"
+            )
         if sampled and self.payload not in ("auto", "sampled"):
             raise ValueError(f"objective {self.objective} looks at the sampled token only: payload auto or sampled")
         if not sampled and self.payload == "sampled":

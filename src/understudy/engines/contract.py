@@ -59,7 +59,7 @@ class Generation:
     """int32 [new]"""
     finish: Finish
     mass_cut: float = 0.0
-    """mean probability that top-p and top-k removed, 0 without truncation"""
+    """mean probability of what could not be drawn: cut by top-p and top-k, or stop ids before min_tokens"""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """wait (until admitted) and run"""
 

@@ -36,14 +36,18 @@ class _Sequence:
     future: asyncio.Future[Generation]
     uniform: list[float]
     """the random numbers of this request, drawn once: token i uses number i"""
-    length: int
-    """tokens in the cache, or about to be"""
+    length: int = 0
+    """tokens in the cache"""
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     mass_cut: float = 0.0
     finish: Finish | None = None
     times: dict[str, float] = field(default_factory=dict)
+
+    def so_far(self) -> Tensor:
+        """The prompt and what was written after it."""
+        return torch.cat([self.request.tokens, torch.tensor(self.tokens, dtype=torch.int64)])
 
     def result(self) -> Generation:
         now = time.perf_counter()
@@ -113,6 +117,8 @@ class TorchEngine:
         needed = len(request.tokens) + request.sampling.max_tokens
         if len(request.tokens) == 0:
             raise EngineError(f"request {request.id}: no tokens to continue")
+        if request.sampling.max_tokens < 1:
+            raise EngineError(f"request {request.id}: max_tokens = {request.sampling.max_tokens}, at least 1 is needed")
         if needed > self.context:
             raise EngineError(
                 f"request {request.id}: {len(request.tokens)} prompt tokens and {request.sampling.max_tokens} new ones "
@@ -123,16 +129,21 @@ class TorchEngine:
         generator = torch.Generator().manual_seed(request.seed)
         uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        sequence = _Sequence(request, future, uniform.tolist(), len(request.tokens))
+        sequence = _Sequence(request, future, uniform.tolist())
         sequence.times["submitted"] = time.perf_counter()
         heapq.heappush(self._waiting, (request.order, next(self._order), sequence))
         self.on_work()
         return await future
 
     async def score(self, request: ScoreRequest) -> Scores:
+        reached = 1
         for start, end in request.spans:
-            if not 1 <= start <= end <= len(request.tokens):
-                raise EngineError(f"{request.key}: span {start}:{end} lies outside 1:{len(request.tokens)}")
+            if not reached <= start <= end <= len(request.tokens):
+                raise EngineError(
+                    f"{request.key}: span {start}:{end} lies outside {reached}:{len(request.tokens)} "
+                    "(spans come in order, and nothing stands before token 0)"
+                )
+            reached = end
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._scores, (tuple(request.key), next(self._order), request, future))
         self.on_work()
@@ -157,6 +168,10 @@ class TorchEngine:
                     parameters[name].copy_(tensor)
         self.version = version
         self._prefixes.clear()
+        # What is under way goes on with the new weights: its keys and values are computed again when it is admitted.
+        for sequence in self._active:
+            heapq.heappush(self._waiting, (sequence.request.order, next(self._order), sequence))
+        self._active = []
 
     # ── what the scheduler calls ─────────────────────────────────────────────────────────────────────────────────
 
@@ -202,7 +217,7 @@ class TorchEngine:
         except Exception as error:
             for _, future in batch:
                 if not future.done():
-                    future.set_exception(EngineError(f"scoring failed: {error}"))
+                    future.set_exception(_because("scoring failed", error))
             self._fail(error)
             raise
         finally:
@@ -219,11 +234,13 @@ class TorchEngine:
             admitted.append(heapq.heappop(self._waiting)[2])
         if not admitted:
             return
+        first = len(self._active)
+        self._active.extend(admitted)
         now = time.perf_counter()
         for sequence in admitted:
-            sequence.times["admitted"] = now
+            sequence.times.setdefault("admitted", now)
         # The last prompt token is always computed: its hidden state gives the first new token.
-        prompts = [sequence.request.tokens for sequence in admitted]
+        prompts = [sequence.so_far() for sequence in admitted]
         cached = [self._prefixes.get(tuple(tokens[:-1].tolist())) for tokens in prompts]
         packed = pack(prompts, cached)
         hidden, plan = self.model.prefill(packed)
@@ -231,14 +248,14 @@ class TorchEngine:
         self.counts.prefix_tokens_reused += sum(len(p) for p in prompts) - len(packed.tokens)
         longest = max(len(s.request.tokens) + s.request.sampling.max_tokens for s in admitted)
         capacity = min(-(-longest // CACHE_BLOCK) * CACHE_BLOCK, max(self.context, longest))
-        first = len(self._active)
         self._cache.reserve(plan.keys, first + len(admitted), capacity)
         fill_cache(plan, self._cache, range(first, first + len(admitted)), cached)
         if self._waiting and self._prefixes.max_tokens:  # siblings of these prompts may still wait for a slot
             for row, tokens in enumerate(prompts):
                 if cached[row] is None and len(tokens) > 1:
                     self._prefixes.put(tuple(tokens[:-1].tolist()), plan.entry(row, len(tokens) - 1))
-        self._active.extend(admitted)
+        for sequence, tokens in zip(admitted, prompts, strict=True):
+            sequence.length = len(tokens)
         self._draw(admitted, hidden[torch.stack([row[-1] for row in packed.rows])])
 
     def _decode(self, sequences: list[_Sequence]) -> None:
@@ -277,11 +294,16 @@ class TorchEngine:
         if len(tokens) > sampling.min_tokens or sampling.min_tokens == 0:
             if tokens[-1] in sampling.stop_ids:
                 return "stop"
-            if sampling.stop_strings and self.decode is not None:
-                tail = self.decode(tokens[-(max(map(len, sampling.stop_strings)) + 8) :])
-                if any(stop in tail for stop in sampling.stop_strings):
-                    return "stop"
+            if any(self._completes(tokens, stop) for stop in sampling.stop_strings):
+                return "stop"
         return "length" if len(tokens) >= sampling.max_tokens else None
+
+    def _completes(self, tokens: list[int], stop: str) -> bool:
+        """Whether the last token completes the string (one that was complete before min_tokens does not count)."""
+        assert self.decode is not None
+        window = tokens[-(4 * len(stop) + 8) :]  # a character may be four tokens of one byte each
+        now = self.decode(window).count(stop)
+        return now > 0 and now > self.decode(window[:-1]).count(stop)
 
     def _retire(self) -> None:
         """Answer finished sequences and close the gaps in the cache."""
@@ -303,11 +325,11 @@ class TorchEngine:
         self._active, self._waiting = [], []
         for sequence in waiting:
             if not sequence.future.done():
-                sequence.future.set_exception(EngineError(f"generation failed: {error}"))
+                sequence.future.set_exception(_because("generation failed", error))
         scores, self._scores = self._scores, []
         for _, _, _, future in scores:
             if not future.done():
-                future.set_exception(EngineError(f"scoring failed: {error}"))
+                future.set_exception(_because("scoring failed", error))
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -367,3 +389,9 @@ def _banned(sequences: list[_Sequence], logits: Tensor) -> Tensor | None:
 def _resolve(future: asyncio.Future[Any], value: object) -> None:
     if not future.done():
         future.set_result(value)
+
+
+def _because(what: str, error: Exception) -> EngineError:
+    failure = EngineError(f"{what}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from understudy.data.ragged import Ragged, concatenate, offsets_of
+from understudy.data.ragged import Ragged, offsets_of
 from understudy.data.trajectory import Batch, Key
 from understudy.learner.packing import micro_batches
 from understudy.losses.contract import Loss, ModelOut
@@ -48,15 +48,19 @@ class Limits:
 class Tally:
     """Per-action values of a whole batch, gathered micro-batch by micro-batch, rows in order."""
 
-    parts: dict[str, list[Ragged]] = field(default_factory=dict)
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+    lengths: list[Tensor] = field(default_factory=list)
 
     def add(self, values: Mapping[str, list[Tensor]], lengths: Tensor) -> None:
-        offsets = offsets_of(lengths)
+        """Values of a micro-batch; one without actions has no values, but its rows count."""
         for name, chunks in values.items():
-            self.parts.setdefault(name, []).append(Ragged(torch.cat(chunks), offsets))
+            self.values.setdefault(name, []).extend(chunks)
+        self.lengths.append(lengths)
 
     def columns(self) -> dict[str, Ragged]:
-        return {name: concatenate(parts) for name, parts in self.parts.items()}
+        """Row i of every column belongs to row i of the batch."""
+        offsets = offsets_of(torch.cat(self.lengths)) if self.lengths else torch.zeros(1, dtype=torch.int64)
+        return {name: Ragged(torch.cat(chunks), offsets) for name, chunks in self.values.items()}
 
 
 def update(
@@ -69,13 +73,12 @@ def update(
     parameters: Sequence[torch.nn.Parameter],
 ) -> tuple[dict[str, float], dict[str, Ragged]]:
     """Metrics of the update, and per-action columns for the record."""
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=False)  # the buffers stay: giving them back would only fault them in again
     columns = accumulate(model, batch, losses, limits)
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if not bool(torch.isfinite(norm)):
         raise NonFiniteLoss(f"the gradient norm is {float(norm)}", batch.keys)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return {"grad_norm": float(norm), **summarise(columns)}, columns
 
 
@@ -94,7 +97,7 @@ def accumulate(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Li
             chunk.hidden.requires_grad_()
             total = _sum(model, chunk, losses, limits, values) / actions
             if not bool(torch.isfinite(total)):
-                raise NonFiniteLoss("the loss is not finite", _guilty(part, lengths, values))
+                raise NonFiniteLoss("the loss is not finite", _guilty(model, batch, losses, limits))
             total.backward()
             assert chunk.hidden.grad is not None
             gradient[at] = chunk.hidden.grad
@@ -165,19 +168,25 @@ def _chunks(part: Batch, lengths: Tensor, hidden: Tensor, size: int) -> Iterator
 def _sum(
     model: CausalLM, chunk: _Chunk, losses: Sequence[Loss], limits: Limits, values: dict[str, list[Tensor]]
 ) -> Tensor:
+    """The weighted sum of all losses over a chunk. A column that an earlier loss reported too gets the later one's name
+    before its own."""
     head: Callable[[Tensor], Tensor] = lambda hidden: model.head(hidden, limits.vocabulary)  # noqa: E731
     out = ModelOut(chunk.hidden, chunk.ids, head, limits.temperature)
     total = torch.zeros(())
-    for loss in losses:
+    mine: dict[str, Tensor] = {}
+    for number, loss in enumerate(losses):
         result = loss(out, chunk.columns)
         total = total + loss.coefficient * result.total
         for name, column in result.per_action.items():
-            values.setdefault(name, []).append(column)
+            mine[name if name not in mine else f"{loss.name}/{number}/{name}"] = column
+    for name, column in mine.items():
+        values.setdefault(name, []).append(column)
     return total
 
 
-def _guilty(part: Batch, lengths: Tensor, values: Mapping[str, list[Tensor]]) -> list[Key]:
-    """The rows whose loss is not finite, as far as computed."""
-    seen = torch.cat(values["loss"])
-    rows = torch.repeat_interleave(torch.arange(len(part)), lengths)[: len(seen)]
-    return [part.keys[int(i)] for i in rows[~torch.isfinite(seen)].unique()]
+def _guilty(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits) -> list[Key]:
+    """The rows whose values are not finite, wherever the work was cut; all of them if no column tells."""
+    found: set[int] = set()
+    for column in measure(model, batch, losses, limits).values():
+        found.update(column.row_ids()[~torch.isfinite(column.values.float())].tolist())
+    return [batch.keys[row] for row in sorted(found)] or list(batch.keys)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from understudy.models.attention import NAME, DecodePlan, KeyValueCache, PackPlan, UnsupportedAttention
+from understudy.models.lean import make_lean
+from understudy.models.llama_decode import LlamaDecoder, llama_decoder
 from understudy.models.packing import Pack, PrefixEntry, pack
 
 
@@ -23,11 +25,9 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
         """[…, width] → float32 [… , vocabulary]; `vocabulary` cuts ids off the end (padding of the head)."""
-        weight: Tensor = self.linear.weight
-        bias: Tensor | None = self.linear.bias
-        if vocabulary is not None and vocabulary < weight.shape[0]:
-            weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
-        logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
+        logits: Tensor = self.linear(hidden.to(self.linear.weight.dtype)).float()
+        if vocabulary is not None and vocabulary < logits.shape[-1]:
+            logits = logits[..., :vocabulary]
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -50,7 +50,8 @@ class CausalLM:
             raise UnsupportedAttention(f"{type(model).__name__} has no linear output head")
         self.head = _head(model, head)
         self.width = head.in_features
-        self.verify()
+        self._decoder: LlamaDecoder | None = None
+        self._adopt()
 
     def forward_pack(self, packed: Pack) -> Tensor:
         """Final hidden states [n, width] of a pack."""
@@ -66,6 +67,8 @@ class CausalLM:
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
         """Final hidden states [active, width] of one more token in each active slot."""
+        if self._decoder is not None:
+            return self._decoder(tokens, positions, cache)
         plan = DecodePlan(cache, positions, int(positions.max()) + 1)
         return self._run(tokens[:, None], positions[:, None], plan)[:, 0]
 
@@ -75,30 +78,45 @@ class CausalLM:
         return hidden
 
     @torch.no_grad()
-    def verify(self) -> None:
-        """Refuse an architecture whose packed hidden states and head do not give the model's own logits."""
+    def _adopt(self) -> None:
+        """Let the model compute on packs, and refuse one that then computes something else than before."""
+        name = type(self.model).__name__
         if self.model.config._attn_implementation != NAME:
             raise ValueError(f"load the model with attention {NAME!r}, not {self.model.config._attn_implementation!r}")
         generator = torch.Generator().manual_seed(0)
         sequences = [torch.randint(0, self.head.vocabulary, (6,), generator=generator) for _ in range(2)]
         sequences[1][:4] = sequences[0][:4]
-        packed = pack(sequences, shortest_prefix=2)
-        try:
-            logits = self.head(self.forward_pack(packed)[packed.rows[1]])
-        except (TypeError, AttributeError) as error:
-            raise UnsupportedAttention(f"{type(self.model).__name__} cannot be computed on packs: {error}") from error
         self.model.set_attn_implementation("eager")
         try:
             expected = self.model(input_ids=sequences[1][None], use_cache=False).logits[0].float()
         finally:
             self.model.set_attn_implementation(NAME)
-        scale = float(expected.abs().max()) + 1.0
-        gap = float((logits - expected).abs().max()) / scale
-        if gap > (1e-4 if self.model.dtype == torch.float32 else 5e-2):
+        make_lean(self.model)
+        packed = pack(sequences, shortest_prefix=2)
+        try:
+            hidden, plan = self.prefill(packed)
+        except (TypeError, AttributeError) as error:
+            raise UnsupportedAttention(f"{name} cannot be computed on packs: {error}") from error
+        tolerance = 1e-4 if self.model.dtype == torch.float32 else 5e-2
+        if (gap := relative_gap(self.head(hidden[packed.rows[1]]), expected)) > tolerance:
             raise UnsupportedAttention(
-                f"{type(self.model).__name__} computes something else on packs than on its own "
-                f"(relative gap {gap:.2g}): this architecture is not supported"
+                f"{name} computes something else on packs than on its own (relative gap {gap:.2g}): "
+                "this architecture is not supported"
             )
+        decoder = llama_decoder(self.backbone)
+        if decoder is not None:
+            cache = KeyValueCache()
+            cache.reserve(plan.keys, 2, 8)
+            fill_cache(plan, cache, [0, 1], [None, None])
+            last = torch.stack([sequence[-1] for sequence in sequences])
+            again = decoder(last, torch.tensor([5, 5]), cache)
+            close = relative_gap(again, hidden[torch.stack([row[-1] for row in packed.rows])]) <= tolerance
+            self._decoder = decoder if close else None
+
+
+def relative_gap(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return float((actual - expected).abs().max()) / (float(expected.abs().max()) + 1e-6)
 
 
 def fill_cache(
@@ -116,7 +134,7 @@ def fill_cache(
 
 
 def _head(model: PreTrainedModel, linear: nn.Linear) -> OutputHead:
-    """Some architectures cap or scale their logits; `CausalLM.verify` notices any that this does not know."""
+    """Some architectures cap or scale their logits; the check at loading notices any that this does not know."""
     settings = model.config.get_text_config().to_dict()
     scale = settings.get("logit_scale") or 1.0
     divisor = settings.get("logits_scaling") or 1.0

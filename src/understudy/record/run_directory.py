@@ -110,16 +110,20 @@ class RunDirectory:
     def create(cls, path: Path | str, config_yaml: str, existing: Literal["refuse"] = "refuse") -> RunDirectory:
         """Start a run in a directory that holds none; `existing` says what happens to a run that is there already."""
         run = cls(path)
-        if run.path.exists() and not run.path.is_dir():
-            raise UserError(f"{run.path} is a file; a run needs a directory. Choose another `name` or `out`.")
-        found = [name for name in _TRACES if (run.path / name).exists()]
-        if found:
-            raise UserError(
-                f"{run.path} already holds a run ({', '.join(found)}). "
-                f"Continue it with `understudy resume {run.path}`, or choose another name (name=…)."
-            )
+        run.require_free()
         write_atomic(run.path / "config.yaml", config_yaml)
         return run
+
+    def require_free(self) -> None:
+        """Refuse a place that holds a run already, or cannot hold one."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; a run needs a directory. Choose another `name` or `out`.")
+        found = [name for name in _TRACES if (self.path / name).exists()]
+        if found:
+            raise UserError(
+                f"{self.path} already holds a run ({', '.join(found)}). "
+                f"Continue it with `understudy resume {self.path}`, or choose another name (name=…)."
+            )
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:

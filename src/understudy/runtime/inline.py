@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 SETTLE = 8
@@ -17,7 +18,8 @@ scoring and queue, and for the next request to arrive."""
 
 
 class Steppable(Protocol):
-    """The part of an embedded engine that the scheduler needs."""
+    """The part of an embedded engine that the scheduler needs. Where `tick` or `score_batch` raises, everyone who waits
+    for the engine has been told."""
 
     on_work: Callable[[], None]
 
@@ -53,18 +55,22 @@ class InlineScheduler:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        """An engine's error does not end this task: whoever waits for another engine, or asks again, would hang."""
         ticks = 0
         while True:
             for _ in range(SETTLE):
                 await asyncio.sleep(0)
             generating = [engine for engine in self.engines if engine.generating]
             for engine in generating:
-                engine.tick()
+                with suppress(Exception):
+                    engine.tick()
             ticks += bool(generating)
             if not generating or ticks % self.score_every == 0:
                 for engine in self.engines:
                     if engine.scoring:
-                        engine.score_batch()
+                        with suppress(Exception):
+                            engine.score_batch()
             if not any(engine.generating or engine.scoring for engine in self.engines):
+                ticks = 0  # counted from the last pause: where a process was resumed must not matter
                 self._work.clear()
                 await self._work.wait()

@@ -56,11 +56,11 @@ class TeacherClient:
         if self.column is None:
             return next(iter(self.teachers))
         name = prompt.columns.get(self.column)
-        if name not in self.teachers:
+        if not isinstance(name, str) or name not in self.teachers:
             said = "has no value" if name is None else f"names teacher {name!r}"
             known = ", ".join(sorted(self.teachers))
             raise UserError(f"{prompt}: column {self.column!r} {said}; the teachers of this run are {known}")
-        return str(name)
+        return name
 
     async def score(self, key: Key, prompt: Prompt, trajectory: Trajectory, want: Want) -> dict[str, Tensor]:
         """Teacher columns of one trajectory, aligned to its actions."""
@@ -88,12 +88,15 @@ def align(
 def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory) -> list[int]:
     """The prompt as a teacher with a system prompt of its own reads it."""
     assert teacher.system_prompt is not None
-    values = {**prompt.columns, "ground_truth": prompt.ground_truth}
+    columns = {**prompt.columns, "ground_truth": prompt.ground_truth}
+    where = f"{prompt}: the system prompt of teacher {teacher.pool.name!r}"
     try:
-        system = teacher.system_prompt.format_map(values)
+        system = teacher.system_prompt.format_map({name: value for name, value in columns.items() if value is not None})
     except KeyError as error:
+        raise UserError(f"{where} asks for column {error}, which the row lacks") from None
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise UserError(
-            f"{prompt}: the system prompt of teacher {teacher.pool.name!r} asks for column {error}, which the row lacks"
+            f"{where} cannot be filled in ({error}): {{column}} is a column, {{{{ and }}}} are braces"
         ) from None
     if prompt.text is not None:
         return teacher.renderer.encode(system + prompt.text)

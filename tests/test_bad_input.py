@@ -1,0 +1,299 @@
+"""What a user can get wrong, each through the command line: one clear message, exit code 2, nothing half written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from understudy import checkpoint
+from understudy.checkpoint import CheckpointStore
+from understudy.cli import main
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command says that ends with a mistake of the user's."""
+    capsys.readouterr()
+    assert main(list(words)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("understudy: error: ")
+    assert said.count("understudy: error: ") == 1
+    assert "Traceback" not in said
+    return said
+
+
+def refused(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str, **sections: Any) -> str:
+    """What `understudy train` says about this recipe; it must leave no run behind."""
+    said = mistake(capsys, "train", str(tiny.recipe(root, **sections)), *overrides)
+    assert not (root / "runs").exists(), "a run that cannot start leaves nothing"
+    return said
+
+
+def model(path: Path) -> dict[str, Any]:
+    return {"path": str(path), "dtype": "float32"}
+
+
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], who: str) -> None:
+    absent = tmp_path / "nowhere"
+    section: dict[str, Any] = {"student": model(absent)} if who == "student" else {"teachers": {"main": model(absent)}}
+    said = refused(tmp_path, capsys, **section)
+    assert str(absent) in said
+    assert "does not exist" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("config.json", "{", "not valid JSON"),
+        ("config.json", '{"model_type": "unheard_of"}', "unheard_of"),
+        ("model.safetensors", "", "empty"),
+        ("model.safetensors", "x" * 100, "truncated or damaged"),
+        ("tokenizer.json", "{", "tokenizer"),
+    ],
+)
+def test_a_broken_model_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str, expected: str
+) -> None:
+    broken = tiny.save(tmp_path / "broken")
+    (broken / file).write_text(content)
+    said = refused(tmp_path, capsys, student=model(broken))
+    assert str(broken) in said
+    assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "no rows"),
+        ("\n\n", "no rows"),
+        ('{"prompt": "a"}\n{"prompt": \n', "row 2: malformed JSON"),
+        ('{"prompt": "a"}\n\n{"prompt": "b"}\n{"question": "c"}\n', "row 4: the prompt column 'prompt' is missing"),
+        ('{"prompt": ""}\n', "row 1: the prompt 'prompt' is empty"),
+        ('{"prompt": [{"role": "user"}]}\n', "row 1: "),
+    ],
+)
+@pytest.mark.parametrize("which", ["train", "validation"])
+def test_empty_and_malformed_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str, content: str, expected: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    said = refused(tmp_path, capsys, data={which: str(path)})
+    assert str(path) in said
+    assert expected in said
+
+
+def test_a_missing_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(tmp_path, capsys, data={"train": str(tmp_path / "absent.jsonl")})
+    assert f"{tmp_path / 'absent.jsonl'}: no such file" in said
+
+
+def test_prompts_that_are_too_long_are_named_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny.write_prompts(tmp_path / "long.jsonl", ["short", "x" * 80, "short", "y" * 90])
+    said = refused(tmp_path, capsys, "data.max_prompt_tokens=50", data={"train": str(path), "validation": None})
+    assert "2 prompts cannot be used" in said
+    assert f"row 2 of {path}: the prompt has 83 tokens, data.max_prompt_tokens allows 50" in said
+    assert f"row 4 of {path}" in said
+    assert "row 1 of" not in said
+
+
+@pytest.mark.parametrize("longest", ["rollout.max_tokens=40", "validation.max_tokens=40"])
+def test_prompts_that_do_not_fit_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str], longest: str) -> None:
+    path = tiny.write_prompts(tmp_path / "long.jsonl", ["short", "x" * 60])
+    said = refused(tmp_path, capsys, "engine.context=80", longest, data={"train": str(path), "validation": str(path)})
+    assert f"row 2 of {path}" in said
+    assert "engine.context = 80" in said
+
+
+def test_a_teacher_with_another_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tiny.save(tmp_path / "other")
+    tiny.tokenizer(merges=("t h", "h e")).save_pretrained(other)
+    said = refused(tmp_path, capsys, teachers={"main": model(other)})
+    assert "teacher 'main'" in said
+    assert "'he'" in said
+
+
+def test_a_teacher_whose_head_is_padded_is_ordinary(tmp_path: Path) -> None:
+    padded = tiny.save(tmp_path / "padded", seed=1, vocab_size=320)
+    recipe = tiny.recipe(tmp_path, steps=1, teachers={"main": model(padded)})
+    assert main(["train", str(recipe)]) == 0
+
+
+def test_unknown_keys_name_the_ones_that_were_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(tmp_path, capsys, "optimizer.learning_rate=1", "rolout.samples=2", optimizer={"lrr": 1})
+    assert "3 mistakes" in said
+    assert "optimizer.lrr (" in said
+    assert "recipe.yaml:" in said
+    assert "did you mean optimizer.lr?" in said
+    assert "rolout (command line): unknown key; did you mean rollout?" in said
+
+
+@pytest.mark.parametrize("teacher", ["third", None, 7])
+def test_a_row_with_an_unknown_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str], teacher: object) -> None:
+    rows = [{"prompt": "a", "tutor": "first"}, {"prompt": "b", "tutor": teacher}]
+    path = tiny.write_prompts(tmp_path / "routed.jsonl", rows)
+    tiny.settings(tmp_path)
+    teachers = {"first": model(tmp_path / "teacher"), "second": model(tmp_path / "student")}
+    recipe = tiny.settings(tmp_path, data={"train": str(path), "validation": None, "teacher_column": "tutor"})
+    said = refused(tmp_path, capsys, **{**recipe, "teachers": {"main": model(tmp_path / "teacher"), **teachers}})
+    assert "row 2" in said
+    assert str(path) in said
+    assert "row 1" not in said
+
+
+def test_several_teachers_need_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(tmp_path, capsys, teachers={"main": model(tmp_path / "a"), "second": model(tmp_path / "b")})
+    assert "data.teacher_column" in said
+
+
+def test_a_row_without_the_column_of_a_teachers_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny.write_prompts(tmp_path / "hinted.jsonl", [{"prompt": "a", "hint": "b"}, {"prompt": "c"}])
+    teacher = {**model(tmp_path / "teacher"), "system_prompt": "Know: {hint}"}
+    said = refused(tmp_path, capsys, teachers={"main": teacher}, data={"train": str(path), "validation": None})
+    assert f"row 2 of {path}" in said
+    assert "'hint'" in said
+
+
+def test_loops_that_nobody_registered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(tmp_path, capsys, "rollout.agent_loop=absent_loop")
+    assert "rollout.agent_loop" in said
+    assert "single_turn" in said
+    path = tiny.write_prompts(tmp_path / "loops.jsonl", [{"prompt": "a"}, {"prompt": "b", "agent_loop": "absent_loop"}])
+    said = refused(tmp_path, capsys, data={"train": str(path)})
+    assert f"row 2 of {path}: no agent loop is named 'absent_loop'" in said
+
+
+def test_a_missing_plugin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(tmp_path, capsys, plugins=[str(tmp_path / "absent.py")])
+    assert f"{tmp_path / 'absent.py'} does not exist" in said
+
+
+def test_a_place_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny.recipe(tmp_path, steps=1)
+    assert main(["train", str(recipe)]) == 0
+    run = tmp_path / "runs" / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    said = mistake(capsys, "train", str(recipe), f"student.path={tmp_path / 'absent'}")
+    assert f"understudy resume {run}" in said, "said before any model is looked for"
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = tiny.recipe(tmp_path), tmp_path / "runs" / "run"
+    save = CheckpointStore._write
+
+    def full(self: CheckpointStore, target: Path, *rest: Any) -> None:
+        if target.name == "step-000004":
+            write = os.write
+
+            def half(file: int, data: bytes) -> int:
+                write(file, data[:10])
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(os, "write", half)
+                save(self, target, *rest)
+        save(self, target, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "_write", full)
+        said = mistake(capsys, "train", str(recipe))
+    assert "step-000004 was not saved" in said
+    assert str(run / "checkpoints") in said
+    assert "No space left" in said
+    assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir()) == ["step-000002"]
+    assert not (run / "summary.json").exists()
+    assert main(["resume", str(run)]) == 0
+    assert checkpoint.load(CheckpointStore(run / "checkpoints", 1).latest()).step == 4
+    assert [line["step"] for line in tiny.lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def poisoned(path: Path, name: str = "lm_head.weight") -> Path:
+    """A model directory with one weight that is not a number."""
+    tiny.save(path, seed=1)
+    weights = load_file(path / "model.safetensors")
+    weights[name][7, 3] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize("objective", ["reverse_kl", "k2"])
+def test_a_loss_that_is_not_a_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], objective: str, validated: bool
+) -> None:
+    recipe = tiny.recipe(
+        tmp_path,
+        teachers={"main": model(poisoned(tmp_path / "poisoned"))},
+        algorithm={"objective": objective},
+        data={} if validated else {"validation": None},
+    )
+    run = tmp_path / "runs" / "run"
+    said = mistake(capsys, "train", str(recipe))
+    assert "step 1" in said
+    assert "not finite" in said
+    named = [line.strip() for line in said.splitlines() if line.strip().startswith("train/prompt")]
+    assert named
+    dumped = load_file(run / "nonfinite-step-000001.safetensors")
+    assert str(run / "nonfinite-step-000001.safetensors") in said
+    assert len(dumped["tokens_offsets"]) == 4
+    assert len(dumped["mask"]) == len(dumped["tokens"]) == int(dumped["tokens_offsets"][-1])
+    assert not (run / "checkpoints").exists()
+    assert not (run / "metrics.jsonl").exists()
+    if validated:
+        line = tiny.lines(run / "validation.jsonl")[0]
+        assert line["kl"] is None
+        assert "kl" in line["nonfinite"]
+
+
+def test_one_bad_row_is_the_one_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    poisoned(tmp_path / "poisoned", name="model.embed_tokens.weight")
+    weights = load_file(tmp_path / "poisoned" / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[7] = 0.1
+    tilde = tiny.tokenizer()("~").input_ids[0]
+    embedding[tilde] = torch.nan
+    save_file(weights, tmp_path / "poisoned" / "model.safetensors", metadata={"format": "pt"})
+    prompts = tiny.write_prompts(tmp_path / "tilde.jsonl", ["one", "t~wo", "three"])
+    recipe = tiny.recipe(
+        tmp_path,
+        teachers={"main": model(tmp_path / "poisoned")},
+        data={"train": str(prompts), "validation": None, "shuffle": False},
+        rollout={"max_tokens": 2},
+        optimizer={"micro_batch_tokens": 1},
+    )
+    said = mistake(capsys, "train", str(recipe))
+    named = [line.strip() for line in said.splitlines() if line.strip().startswith("train/prompt")]
+    assert named == ["train/prompt 1/sample 0/attempt 0/trajectory 0"]
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    recipe = tiny.recipe(tmp_path, steps=1)
+    assert str(tmp_path / "file") in mistake(capsys, "train", str(recipe), f"out={tmp_path / 'file'}")
+
+
+def test_evaluation_without_held_out_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny.recipe(tmp_path, data={"validation": None})
+    assert "data.validation" in mistake(capsys, "eval", str(recipe))
+
+
+def test_exporting_an_adapter_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny.recipe(tmp_path, steps=1, data={"validation": None})
+    assert main(["train", str(recipe)]) == 0
+    run = str(tmp_path / "runs" / "run")
+    for words, expected in (
+        (["--keep-adapter"], "no adapter"),
+        (["--checkpoint", "step-000009"], "there are: step-000001"),
+    ):
+        assert expected in mistake(capsys, "export", run, str(tmp_path / "out"), *words)
+        assert not (tmp_path / "out").exists()

@@ -1,0 +1,297 @@
+"""Runs that were killed, interrupted or extended end where an uninterrupted run ends, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+import tiny
+import understudy
+from understudy import history
+from understudy.checkpoint import CheckpointStore, load
+from understudy.cli import main
+
+STEPS = 40
+KILLS = 6
+PATIENCE = 60.0
+"""Seconds after which a process that shows no progress is given up."""
+LONG: dict[str, Any] = {
+    "steps": STEPS,
+    "rollout": {"samples": 2, "max_tokens": 8},
+    "engine": {"score_every": 11, "slots": 2},
+    "validation": {"every": 15, "max_tokens": 50, "fixed_tokens": 40, "prompts": 2},
+    "checkpoint": {"every": 3, "keep": 2},
+    "optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 5},
+}
+"""Prompts come round again, siblings share prefixes, evaluation needs a larger cache than training: whatever an engine
+kept from before a kill, and has not got after it, would show in the last bits."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("long")
+    tiny.settings(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def straight(root: Path) -> Path:
+    """The run that nothing disturbed."""
+    return understudy.train(tiny.config(root, name="straight", **LONG))
+
+
+def recipe(root: Path, name: str) -> Path:
+    path = root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tiny.settings(root, name=name, **LONG)))
+    return path
+
+
+@contextmanager
+def launched(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m understudy …` in a process of its own, with its output in a file."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "understudy", *words],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400", "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_for(process: subprocess.Popen[bytes], log: Path, reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not reached():
+        assert process.poll() is None, f"ended too early:\n{log.read_text()}"
+        assert time.monotonic() < deadline, f"no progress:\n{log.read_text()}"
+        time.sleep(0.003)
+
+
+def steps_done(run: Path) -> int:
+    """Lines of metrics.jsonl that are whole."""
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def saved_step(run: Path) -> int:
+    return max(CheckpointStore(run / "checkpoints", 1).steps(), default=0)
+
+
+def assert_same_run(run: Path, other: Path, steps: int = STEPS) -> None:
+    """Weights, optimizer and every number that is not a time."""
+    first, second = (load(CheckpointStore(path / "checkpoints", 1).latest()) for path in (run, other))
+    assert first.step == second.step == steps
+    for part in ("model", "optimizer", "rng"):
+        assert tiny.same(first.tensors[part], second.tensors[part]), part
+    lines, others = tiny.lines(run / "metrics.jsonl"), tiny.lines(other / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    for name in ("loss", "grad_norm", "entropy", "teacher_logp", "tokens", "lr", "version"):
+        assert [line[name] for line in lines] == [line[name] for line in others], name
+    assert tiny.lines(run / "validation.jsonl") == tiny.lines(other / "validation.jsonl")
+
+
+def first_evaluation(run: Path) -> int:
+    """When the answers of the evaluation before training were written; 0 if that evaluation is not recorded."""
+    path = run / "validation.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    recorded = bool(lines) and lines[0].endswith(b"\n")
+    return (run / "validation" / "step-000000.json").stat().st_mtime_ns if recorded else 0
+
+
+def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(root: Path, straight: Path) -> None:
+    run, log, draw = root / "runs" / "killed", root / "killed.log", random.Random(7)
+    words, evaluated = ["train", str(recipe(root, "killed"))], 0
+    for kill in range(KILLS):
+        done, lives = steps_done(run), log.read_text().count("resumed at step") if kill else 0
+        moments: list[Callable[[], bool]] = [
+            (run / "config.yaml").exists,  # before or in the first evaluation
+            lambda: steps_done(run) >= 2,  # about the first checkpoint
+            lambda least=done: steps_done(run) > least,  # past all that was done before
+            lambda before=lives: log.read_text().count("resumed at step") > before,  # right after going back
+        ]
+        with launched(log, *words) as process:
+            wait_for(process, log, moments[kill if kill < 2 else 2 + kill % 2])
+            time.sleep(draw.uniform(0.0, 0.6))
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, log.read_text()
+        words = ["resume", str(run)]
+        assert evaluated in (0, first_evaluation(run)), "the first evaluation is made once"
+        evaluated = first_evaluation(run)
+    assert evaluated
+    assert 0 < saved_step(run) < STEPS
+    understudy.resume(run)
+    assert first_evaluation(run) == evaluated
+    assert_same_run(run, straight)
+    assert (run / "summary.json").exists()
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(root: Path, straight: Path) -> None:
+    run, log = root / "runs" / "stopped", root / "stopped.log"
+    with launched(log, "train", str(recipe(root, "stopped"))) as process:
+        wait_for(process, log, lambda: steps_done(run) >= 4)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+    done = saved_step(run)
+    assert 4 <= done < STEPS
+    assert steps_done(run) == done, "the step under way was finished and saved"
+    said = log.read_text()
+    assert f"Stopped after step {done} of {STEPS}" in said
+    assert f"understudy resume {run}" in said
+    assert "Traceback" not in said
+    assert not (run / "summary.json").exists()
+    understudy.resume(run)
+    assert_same_run(run, straight)
+
+
+def test_a_stop_during_validation_is_saved_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    validate = history.validate
+
+    async def interrupted(run: Any) -> None:
+        await validate(run)
+        run.stopping = run.step == 2
+
+    settings = {"steps": 6, "validation": {"every": 2, "prompts": 1}, "checkpoint": {"every": 100}}
+    with monkeypatch.context() as patched:
+        patched.setattr(history, "validate", interrupted)
+        run = understudy.train(tiny.config(tmp_path, **settings))
+    assert saved_step(run) == 2
+    understudy.resume(run)
+    assert_same_run(run, understudy.train(tiny.config(tmp_path, name="other", **settings)), 6)
+
+
+@pytest.mark.parametrize("more", [{}, {"rollout": {"samples": 2}}, {"student": {"lora": {"rank": 2}}}])
+def test_two_runs_are_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
+    if "student" in more:
+        more = {"student": {**tiny.settings(tmp_path)["student"], **more["student"]}}
+    first, second, third = (
+        understudy.train(tiny.config(tmp_path, name=f"run-{number}", seed=seed, **more))
+        for number, seed in enumerate((0, 0, 1))
+    )
+    assert_same_run(first, second, 4)
+    assert not tiny.same(tiny.weights(first), tiny.weights(third))
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    return understudy.train(tiny.config(tmp_path))
+
+
+def contents(path: Path, *but: str) -> dict[str, bytes]:
+    files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {name: content for name, content in files.items() if name not in but}
+
+
+def refused(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `resume` says about a run that it does not take up, and leaves alone."""
+    before = contents(run)
+    capsys.readouterr()
+    assert main(["resume", str(run), "--steps", "6"]) == 2
+    assert contents(run) == before
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_truncated_checkpoint_is_refused(finished: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = finished / "checkpoints" / "step-000004" / name
+    path.write_bytes(path.read_bytes()[:-20])
+    said = refused(finished, capsys)
+    assert said.startswith("understudy: error: checkpoint ")
+    assert str(path) in said
+    assert "cut off" in said
+    assert "resume from step-000002, which is intact" in said
+
+
+def test_a_foreign_checkpoint_is_refused(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = finished / "checkpoints" / "step-000004"
+    state = (place / "state.json").read_text()
+    (place / "state.json").write_text('{"step": 4, "global_step": 4}')
+    assert "not written by understudy" in refused(finished, capsys)
+    (place / "state.json").write_text(state)
+    student = {"path": str(tiny.save(tmp_path / "small", intermediate_size=16)), "dtype": "float32"}
+    other = understudy.train(tiny.config(tmp_path, name="other", student=student))
+    for file in place.iterdir():
+        file.write_bytes((other / "checkpoints" / place.name / file.name).read_bytes())
+    assert "shape [16, 32] in the checkpoint, [48, 32] here" in refused(finished, capsys)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = finished / "config.yaml"
+    config.write_text(config.read_text().replace("name: adamw", "name: sgd"))
+    assert "set optimizer.name back" in refused(finished, capsys)
+
+
+def test_other_data_is_refused(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.write_prompts(tmp_path / "prompts.jsonl", [*tiny.PROMPTS[:-1], "Another one."])
+    said = refused(finished, capsys)
+    assert f"{tmp_path / 'prompts.jsonl'}: not the prompts that the checkpoint was made with" in said
+
+
+def test_a_finished_run_stays_as_it_is(finished: Path) -> None:
+    before = contents(finished, "summary.json", "report.html")
+    assert main(["resume", str(finished)]) == 0
+    assert contents(finished, "summary.json", "report.html") == before
+    assert (finished / "summary.json").exists()
+
+
+def test_a_run_can_be_extended(finished: Path, tmp_path: Path) -> None:
+    first_line = (finished / "validation.jsonl").read_text().splitlines()[0]
+    assert main(["resume", str(finished), "--steps", "6"]) == 0
+    longer = understudy.train(tiny.config(tmp_path, name="longer", steps=6, validation={"every": 2}))
+    assert tiny.same(tiny.weights(finished), tiny.weights(longer))
+    assert [line["step"] for line in tiny.lines(finished / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert (finished / "validation.jsonl").read_text().splitlines()[0] == first_line
+    assert [line["step"] for line in tiny.lines(finished / "validation.jsonl")] == [0, 4, 6]
+
+
+class Killed(BaseException):
+    """Stands in for a kill, where a process of its own would take too long."""
+
+
+def test_tensorboard_shows_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = history.save
+
+    def dying(run: Any) -> Path:
+        if run.step == 4:
+            raise Killed
+        return save(run)
+
+    monkeypatch.setattr(history, "save", dying)
+    with pytest.raises(Killed):
+        understudy.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
+    monkeypatch.undo()
+    time.sleep(1.1)  # event files are named by the second, and read in the order of their names
+    run = understudy.resume(tmp_path / "runs" / "run")
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("kl")] == [1, 2, 3, 4]
+
+
+def test_the_plugin_of_a_run_is_loaded_once(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from understudy.agent_loop.contract import register\n"
+        "from understudy.agent_loop.single_turn import SingleTurn\n"
+        "@register('mine_alone')\n"
+        "class Mine(SingleTurn):\n"
+        "    pass\n"
+    )
+    run = understudy.train(tiny.config(tmp_path, steps=1, plugins=[str(plugin)], rollout={"agent_loop": "mine_alone"}))
+    understudy.resume(run, steps=2)
+    assert steps_done(run) == 2

@@ -1,0 +1,183 @@
+"""The load balancer: who is asked, who is asked next, and what is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from understudy import routing
+from understudy.routing import AllReplicasFailed, Router
+
+
+class Replica:
+    """Answers with its name when it is let go; fails as long as it is told to."""
+
+    def __init__(self, name: str, fails: bool = False) -> None:
+        self.name = name
+        self.fails = fails
+        self.asked = 0
+        self.gate = asyncio.Event()
+
+    async def held(self) -> str:
+        self.asked += 1
+        await self.gate.wait()
+        return self.name
+
+    async def answer(self) -> str:
+        self.asked += 1
+        await asyncio.sleep(0)
+        if self.fails:
+            raise ConnectionError(f"{self.name} is gone")
+        return self.name
+
+
+def replicas(count: int, failing: Sequence[int] = ()) -> list[Replica]:
+    return [Replica(str(i), i in failing) for i in range(count)]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_call_goes_to_the_replica_with_the_fewest_in_flight() -> None:
+    async def main() -> None:
+        router = Router("main", replicas(3))
+        tasks = [asyncio.create_task(router.call(key, Replica.held)) for key in range(5)]
+        await settle()
+        assert router.in_flight == [2, 2, 1]
+        router.replicas[1].gate.set()
+        await settle()
+        assert router.in_flight == [2, 0, 1]
+        tasks.append(asyncio.create_task(router.call("next", Replica.held)))
+        assert await tasks[-1] == "1"
+        for replica in router.replicas:
+            replica.gate.set()
+        await asyncio.gather(*tasks)
+        assert router.in_flight == [0, 0, 0]
+        assert router.retries == 0
+
+    asyncio.run(main())
+
+
+def test_a_key_stays_with_its_replica_while_it_runs_and_later() -> None:
+    """The samples of a prompt share a prefix where it is cached."""
+
+    async def main() -> None:
+        router = Router("main", replicas(3))
+        tasks = [asyncio.create_task(router.call(key, Replica.held)) for key in ("a", "a", "b", "a")]
+        await settle()
+        assert router.in_flight == [3, 1, 0]
+        for replica in router.replicas:
+            replica.gate.set()
+        assert await asyncio.gather(*tasks) == ["0", "0", "1", "0"]
+        assert await router.call("b", Replica.answer) == "1"
+        assert await router.call("c", Replica.answer) == "0"
+
+    asyncio.run(main())
+
+
+def test_a_failed_call_is_made_again_elsewhere_and_the_key_moves() -> None:
+    async def main() -> None:
+        router = Router("main", replicas(3, failing=[0]))
+        assert await router.call("a", Replica.answer) == "1"
+        assert router.retries == 1
+        assert await router.call("a", Replica.answer) == "1"
+        assert router.retries == 1
+        assert [replica.asked for replica in router.replicas] == [1, 2, 0]
+        assert router.in_flight == [0, 0, 0]
+
+    asyncio.run(main())
+
+
+def test_the_next_to_be_asked_is_the_least_busy_of_the_others() -> None:
+    async def main() -> None:
+        router = Router("main", replicas(3))
+        router.replicas[0].fails = True
+        busy = [asyncio.create_task(router.call(key, Replica.held)) for key in ("x", "y", "z", "w", "v")]
+        await settle()
+        assert router.in_flight == [2, 2, 1]
+        assert await router.call("x", Replica.answer) == "2"
+        for replica in router.replicas:
+            replica.gate.set()
+        await asyncio.gather(*busy)
+
+    asyncio.run(main())
+
+
+def test_when_all_fail_the_error_has_each_reason_once() -> None:
+    async def main() -> None:
+        router = Router("teacher 'big'", replicas(2, failing=[0, 1]))
+        with pytest.raises(AllReplicasFailed) as caught:
+            await router.call("a", Replica.answer)
+        message = str(caught.value)
+        assert message.startswith("teacher 'big': no replica could answer")
+        assert "replica 0: ConnectionError: 0 is gone" in message
+        assert "replica 1: ConnectionError: 1 is gone" in message
+        assert [replica.asked for replica in router.replicas] == [1, 1]
+        assert router.retries == 1
+        assert router.in_flight == [0, 0]
+        router.replicas[0].fails = router.replicas[1].fails = False
+        assert await router.call("a", Replica.answer) == "0"
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_is_not_made_again_and_is_no_longer_in_flight() -> None:
+    async def main() -> None:
+        router = Router("main", replicas(2))
+        task = asyncio.create_task(router.call("a", Replica.held))
+        await settle()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert router.in_flight == [0, 0]
+        assert [replica.asked for replica in router.replicas] == [1, 0]
+        assert router.retries == 0
+
+    asyncio.run(main())
+
+
+def test_only_so_many_keys_are_remembered_and_the_latest_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "REMEMBERED", 4)
+
+    async def main() -> None:
+        router = Router("main", replicas(2))
+        router.in_flight[0] = 1  # so that new keys go to replica 1
+        for key in range(4):
+            assert await router.call(key, Replica.answer) == "1"
+        assert await router.call(0, Replica.answer) == "1"  # used again: key 1 is the oldest now
+        await router.call(4, Replica.answer)
+        router.in_flight[:] = [0, 1]  # new keys go to replica 0
+        remembered = [0, 2, 3, 4]
+        assert [await router.call(key, Replica.answer) for key in remembered] == ["1"] * 4
+        assert await router.call(1, Replica.answer) == "0"
+
+    asyncio.run(main())
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 3))), max_size=20))
+def test_every_call_is_answered_by_a_sound_replica_or_fails(count: int, calls: list[tuple[int, set[int]]]) -> None:
+    async def main() -> None:
+        router = Router("main", replicas(count))
+        retries = 0
+        for key, failing in calls:
+            before = [replica.asked for replica in router.replicas]
+            for number, replica in enumerate(router.replicas):
+                replica.fails = number in failing
+            if failing >= set(range(count)):
+                with pytest.raises(AllReplicasFailed):
+                    await router.call(key, Replica.answer)
+            else:
+                assert int(await router.call(key, Replica.answer)) not in failing
+            made = [replica.asked - n for replica, n in zip(router.replicas, before, strict=True)]
+            assert max(made) == 1
+            retries += sum(made) - 1
+            assert router.retries == retries
+            assert router.in_flight == [0] * count
+
+    asyncio.run(main())

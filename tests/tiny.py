@@ -1,0 +1,169 @@
+"""Tiny models, a tiny tokenizer and a tiny run, for tests that need real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from understudy.checkpoint import CheckpointStore, load
+from understudy.config.schema import Config
+from understudy.models.attention import NAME
+from understudy.models.causal_lm import CausalLM
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": 270,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+}
+_OTHER_SIZES: dict[str, Any] = {**SIZES, "vocab_size": 320, "num_hidden_layers": 4}
+KINDS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_OTHER_SIZES),
+    "tied": LlamaConfig(**_OTHER_SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**_OTHER_SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=2),
+    "gemma2": Gemma2Config(**_OTHER_SIZES, head_dim=8, sliding_window=3),
+    "gpt2": GPT2Config(vocab_size=320, n_embd=32, n_layer=4, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1),
+}
+"""Architectures that differ in what loading, cutting and saving have to know about."""
+IDS = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
+PROMPTS = [
+    "Name a colour.",
+    "Why is the sky blue?",
+    "Say hello.",
+    "Count to five, please.",
+    "What do bees make?",
+    "Tell me a short joke.",
+]
+
+
+def tokenizer(merges: tuple[str, ...] = ("t h", "th e"), extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: 256 bytes, two merges, four special tokens and `extra` ones; <end> has id 258."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges)]
+    built = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(m.split()) for m in merges]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(["<end>", "<user>", "<assistant>", "<system>", *extra])
+    return PreTrainedTokenizerFast(tokenizer_object=built, eos_token="<end>", chat_template=TEMPLATE)
+
+
+def model(
+    config: PretrainedConfig | None = None, *, seed: int = 0, scale: float = 0.2, attention: str = NAME
+) -> PreTrainedModel:
+    """Random weights, large enough that every layer and every token matters."""
+    torch.manual_seed(seed)
+    built = AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES), attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+    return built.eval()
+
+
+def of_kind(kind: str, seed: int = 0) -> PreTrainedModel:
+    """A model of one of KINDS with the attention that comes with it."""
+    return model(KINDS[kind].__class__.from_dict(KINDS[kind].to_dict()), seed=seed, attention="sdpa")
+
+
+@torch.no_grad()
+def logits(of: Any) -> torch.Tensor:
+    """What a model says about IDS."""
+    return of(IDS).logits
+
+
+def causal_lm(seed: int = 0, **sizes: Any) -> CausalLM:
+    """A tiny Llama, wrapped."""
+    return CausalLM(model(LlamaConfig(**{**SIZES, **sizes}), seed=seed))
+
+
+def save(directory: Path, *, seed: int = 0, kind: str | None = None, **sizes: Any) -> Path:
+    """A model directory: of one of KINDS, or the usual Llama with other sizes."""
+    config = LlamaConfig(**{**SIZES, **sizes})
+    built = of_kind(kind, seed) if kind is not None else model(config, seed=seed, attention="sdpa")
+    built.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+def write_prompts(path: Path, rows: list[Any] | None = None) -> Path:
+    """A JSONL file; strings become rows with a prompt."""
+    written = [row if isinstance(row, dict) else {"prompt": row} for row in (rows if rows is not None else PROMPTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in written))
+    return path
+
+
+def settings(root: Path, **sections: Any) -> dict[str, Any]:
+    """Settings of a run of seconds in `root`: student and teacher differ, three prompts a step, four steps. Sections
+    given here are merged over these."""
+    for name, seed in (("student", 0), ("teacher", 1)):
+        if not (root / name).exists():
+            save(root / name, seed=seed)
+    prompts = root / "prompts.jsonl"
+    if not prompts.exists():
+        write_prompts(prompts)
+    base: dict[str, Any] = {
+        "name": "run",
+        "out": str(root / "runs"),
+        "threads": 1,
+        "steps": 4,
+        "prompts_per_step": 3,
+        "student": {"path": str(root / "student"), "dtype": "float32"},
+        "teachers": {"main": {"path": str(root / "teacher"), "dtype": "float32"}},
+        "data": {"train": str(prompts), "validation": str(prompts)},
+        "rollout": {"max_tokens": 6},
+        "validation": {"max_tokens": 5, "fixed_tokens": 4, "prompts": 3},
+        "optimizer": {"lr": 1e-2},
+        "checkpoint": {"every": 2},
+    }
+    for section, value in sections.items():
+        base[section] = {**base.get(section, {}), **value} if isinstance(value, dict) else value
+    return base
+
+
+def config(root: Path, **sections: Any) -> Config:
+    """`settings`, checked."""
+    return Config.model_validate(settings(root, **sections))
+
+
+def recipe(root: Path, **sections: Any) -> Path:
+    """`settings` as a YAML file."""
+    path = root / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings(root, **sections)))
+    return path
+
+
+def weights(run: Path, checkpoint: str = "latest") -> dict[str, torch.Tensor]:
+    """The student's weights in a checkpoint of a run."""
+    return load(CheckpointStore(run / "checkpoints", 1).named(checkpoint)).tensors["model"]
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """A JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
