@@ -75,6 +75,8 @@ def update(
     """Metrics of the update, and per-action columns for the record."""
     optimizer.zero_grad(set_to_none=False)  # the buffers stay: giving them back would only fault them in again
     columns = accumulate(model, batch, losses, limits)
+    if not columns:
+        return {"grad_norm": 0.0}, columns  # nobody acted: nothing to learn from, and no momentum to follow either
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if not bool(torch.isfinite(norm)):
         raise NonFiniteLoss(f"the gradient norm is {float(norm)}", batch.keys)

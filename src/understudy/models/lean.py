@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x · weightᵀ, without a gradient."""
     if x.numel() <= FEW_ROWS * x.shape[-1]:
-        return torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], -1)
+        return torch.mm(weight, x.flatten(0, -2).t()).t().reshape(*x.shape[:-1], weight.shape[0])
     return nn.functional.linear(x, weight)
 
 
@@ -157,7 +157,7 @@ class _GatedProduct(torch.autograd.Function):
 
 def add_product(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
     """weight.grad += gradientᵀ · inputs, without a tensor in between."""
-    rows, columns = gradient.reshape(-1, gradient.shape[-1]).t(), inputs.reshape(-1, inputs.shape[-1])
+    rows, columns = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
     if weight.grad is None:
         weight.grad = torch.mm(rows, columns)
     else:
