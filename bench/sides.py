@@ -27,17 +27,17 @@ class SideError(RuntimeError):
     """A side did not start, answered nonsense or died."""
 
 
-def environment(threads: int, wait_policy: str) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
     """Variables that all sides run with.
 
     glibc keeps freed memory instead of returning it after every large tensor (worth up to 30% to each side), with one
-    arena so that this holds for all threads. Passive waiting keeps a side that is not its turn from spinning.
+    arena so that this holds for all threads. How OpenMP threads wait is left at its default, the fastest for every
+    side: one that is not its turn spins for some milliseconds and then sleeps.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_"))}
     return {
         **inherited,
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": wait_policy,
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
         "MALLOC_ARENA_MAX": "1",

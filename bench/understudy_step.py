@@ -89,7 +89,7 @@ def build(work: Work) -> Stepper:
             "steps": 1_000_000,
             "prompts_per_step": work.prompts_per_step,
             "student": {"path": work.student, "dtype": "float32"},
-            "teachers": {"whole": {"path": work.teacher, "dtype": "float32"}},
+            "teachers": {"whole": {"path": work.teacher, "dtype": "float32", "batch_tokens": 2048}},
             "data": {"train": str(prompts), "shuffle": False},
             "rollout": {"min_tokens": work.new_tokens, "max_tokens": work.new_tokens},
             "algorithm": {"objective": "reverse_kl"},
@@ -97,7 +97,7 @@ def build(work: Work) -> Stepper:
                 "lr": work.lr,
                 "betas": work.betas,
                 "clip_norm": work.clip_norm,
-                "micro_batch_tokens": 320,
+                "micro_batch_tokens": 660,
             },
         }
     )

@@ -204,10 +204,12 @@ def test_side_specs() -> None:
 
 def test_all_sides_get_the_same_environment_whatever_the_shell_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1")
-    variables = sides.environment(2, "passive")
+    variables = sides.environment(2)
     assert variables["OMP_NUM_THREADS"] == "2"
     assert "OMP_PROC_BIND" not in variables
+    assert "OMP_WAIT_POLICY" not in variables
     assert "MALLOC_MMAP_THRESHOLD_" not in variables
 
 
