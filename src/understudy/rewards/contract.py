@@ -1,0 +1,87 @@
+"""What a reward is given, what it returns, and how it gets its name.
+
+    @register_reward("short")
+    def short(answer: Answer, *, limit: int = 100) -> float:
+        return 1.0 if len(answer.text) <= limit else 0.0
+
+A reward judges one finished answer and returns a finite number. It runs in a process of its own that is killed when
+the reward passes its timeout, so it may be slow or even hang, but it must not rely on state from earlier answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Everything a reward sees. All of it is sent to another process, so all of it must be picklable."""
+
+    prompt: str
+    """what the student was asked, as text"""
+    text: str
+    """what the student wrote"""
+    ground_truth: Any = None
+    """the row's right answer, as it was in the file"""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """every other column of the row"""
+    finish: str = "stop"
+    """why the answer ended: stop, length, abort"""
+
+
+Reward = Callable[..., float]
+"""reward(answer, **options) -> float"""
+
+OptionsCheck = Callable[..., None]
+"""check(**options): raises ValueError or TypeError when a reward could never work with these options"""
+
+REWARDS: dict[str, Reward] = {}
+"""Every reward by the name that recipes use."""
+
+CHECKS: dict[str, OptionsCheck] = {}
+"""Checks of options that a signature cannot express, by the name of the reward."""
+
+_Function = TypeVar("_Function", bound=Reward)
+
+
+def register_reward(name: str, *, check: OptionsCheck | None = None) -> Callable[[_Function], _Function]:
+    """Give a function the name by which recipes choose it. `check` is called once with the options, before any answer
+    is scored."""
+
+    def add(function: _Function) -> _Function:
+        if name in REWARDS and REWARDS[name] is not function:
+            raise ValueError(f"a reward named {name!r} is registered already: choose another name")
+        REWARDS[name] = function
+        if check is not None:
+            CHECKS[name] = check
+        return function
+
+    return add
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """One reward of a run."""
+
+    function: str
+    """its registered name"""
+    weight: float = 1.0
+    """factor of its value in the sum"""
+    timeout: float = 10.0
+    """seconds that one answer may take"""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """keyword arguments of the function"""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the rewards of a run say about one answer. Either there is a reward or there is a failure, never both."""
+
+    reward: float | None
+    """the weighted sum of the parts; None if a part could not be had, which is not the same as 0"""
+    parts: Mapping[str, float]
+    """unweighted value of each reward, by its name in the run; after a failure, of those that were run before it"""
+    failure: str | None = None
+    """which reward failed, and how: it raised, timed out, returned what is not a finite number, or its worker died"""

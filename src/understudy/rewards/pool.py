@@ -1,0 +1,259 @@
+"""Rewards in worker processes that can be killed.
+
+A reward that hangs, even inside a regular expression that never lets go of the interpreter, loses its process when its
+timeout passes. A new process takes its place; answers that wait for one are not affected, and their clocks start only
+when their reward does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Literal, Self, get_args
+
+from understudy.errors import UserError
+from understudy.rewards import wire
+from understudy.rewards.contract import Answer, Judgement, RewardSpec
+from understudy.rewards.process import START_DEADLINE, WorkerLost, WorkerProcess, launch
+
+BEGIN_DEADLINE = 60.0
+"""Seconds until an idle worker must have read an answer and begun to judge it."""
+
+CLOSED = "the reward pool is closed"
+
+ATTEMPTS = 3
+"""Workers that may die with an answer in hand before its first reward has begun."""
+
+
+Counted = Literal["scored", "raised", "not_finite", "timed_out", "died", "restarted"]
+"""What became of answers (each is in one of the first five), and workers that were replaced, whatever the reason."""
+
+
+class _Failed(Exception):
+    """A reward did not yield a value."""
+
+    def __init__(self, outcome: Counted, message: str, *, at_rest: bool = False) -> None:
+        super().__init__(message)
+        self.outcome: Counted = outcome
+        self.at_rest = at_rest
+        """the worker said so itself and waits for the next answer"""
+
+
+class _NotBegun(Exception):
+    """The worker was lost before it began: nobody's fault, another one may try."""
+
+
+_Slot = asyncio.Task[WorkerProcess]
+
+
+class RewardPool:
+    """Judges answers with every reward of a run.
+
+    async with RewardPool({"right": RewardSpec("numeric")}, processes=2) as pool:
+        judgement = await pool.score(Answer("What is 6 times 7?", "It is 42.", ground_truth="42"))
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, RewardSpec],
+        plugins: Sequence[str] = (),
+        processes: int = 1,
+        *,
+        start_deadline: float = START_DEADLINE,
+    ) -> None:
+        if not specs:
+            raise UserError("rewards: there are none; name at least one")
+        if processes < 1:
+            raise UserError(f"rewards: at least one process is needed, got {processes}")
+        self.counts: dict[Counted, int] = dict.fromkeys(get_args(Counted), 0)
+        self._specs = dict(specs)
+        self._plugins = tuple(plugins)
+        self._processes = processes
+        self._start_deadline = start_deadline
+        self._idle: asyncio.Queue[_Slot | None] = asyncio.Queue()
+        self._slots: set[_Slot] = set()
+        self._ending: set[WorkerProcess] = set()
+        self._started = self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that are ready or at work."""
+        return [slot.result().pid for slot in self._slots if _is_ready(slot)]
+
+    async def start(self) -> None:
+        """Start the workers. UserError with everything that is wrong with plugins, names, options and numbers."""
+        if self._started:
+            raise RuntimeError("the reward pool was started before")
+        self._started = True
+        slots = [self._new_slot(None) for _ in range(self._processes)]
+        try:
+            await asyncio.gather(*slots)
+        except BaseException:
+            await self.close()
+            raise
+        for slot in slots:
+            self._idle.put_nowait(slot)
+
+    async def score(self, answer: Answer) -> Judgement:
+        """Run every reward on the answer, in the order of the specs, up to the first that fails."""
+        if not self._started:
+            raise RuntimeError("start the reward pool before scoring: `await pool.start()`")
+        parts: dict[str, float] = {}
+        try:
+            await self._run(answer, parts)
+            reward = math.fsum(spec.weight * parts[name] for name, spec in self._specs.items())
+            if not math.isfinite(reward):
+                raise _Failed("not_finite", f"the weighted sum of the rewards is not a finite number: {reward}")
+        except _Failed as failed:
+            self.counts[failed.outcome] += 1
+            return Judgement(None, parts, str(failed))
+        self.counts["scored"] += 1
+        return Judgement(reward, parts)
+
+    async def close(self) -> None:
+        """End every process, also those at work; answers that are not judged yet raise RuntimeError. Safe to repeat."""
+        self._closed = True
+        self._idle.put_nowait(None)
+        slots = list(self._slots)
+        for slot in slots:
+            if _is_ready(slot):
+                slot.result().kill()
+            else:
+                slot.cancel()
+        await asyncio.gather(*slots, return_exceptions=True)
+        self._ending.update(slot.result() for slot in slots if _is_ready(slot))
+        self._slots.difference_update(slots)
+        await asyncio.gather(*(worker.reap() for worker in self._ending))
+
+    async def _run(self, answer: Answer, parts: dict[str, float]) -> None:
+        """Fill in the parts; _Failed at the first that cannot be had."""
+        try:
+            frame = wire.frame(pickle.dumps(answer))
+        except Exception as error:
+            raise _Failed("raised", f"the answer cannot be sent to a worker; pickling raised: {error!r}") from None
+        for _ in range(ATTEMPTS):
+            slot = await self._acquire()
+            try:
+                return await self._judge(slot.result(), frame, parts)
+            except _NotBegun:
+                continue
+            except _Failed:
+                if self._closed:
+                    raise RuntimeError(CLOSED) from None
+                raise
+            finally:
+                self._release(slot)
+        raise _Failed("died", f"the worker died {ATTEMPTS} times before a reward had begun")
+
+    async def _judge(self, worker: WorkerProcess, frame: bytes, parts: dict[str, float]) -> None:
+        """Have one worker judge one answer. It is killed unless it is known to wait for the next one."""
+        at_rest = False
+        try:
+            worker.send(frame)
+            for name, spec in self._specs.items():
+                await self._begun(worker, first=not parts)
+                parts[name] = await self._value(worker, f"reward {name!r} ({spec.function})", spec.timeout)
+            at_rest = True
+        except _Failed as failed:
+            at_rest = failed.at_rest
+            raise
+        finally:
+            if not at_rest:
+                worker.kill()
+
+    async def _begun(self, worker: WorkerProcess, *, first: bool) -> None:
+        """Wait until the worker says that the next reward runs."""
+        try:
+            report = await worker.receive(BEGIN_DEADLINE)
+        except TimeoutError:
+            raise _Failed("timed_out", f"timed out: the worker did not begin within {BEGIN_DEADLINE:g} s") from None
+        except WorkerLost:
+            if first:
+                raise _NotBegun from None
+            raise _Failed("died", "the worker died between two rewards") from None
+        if report["kind"] == "unreadable":
+            why = f"the worker cannot read the answer; that raised: {report['why']}"
+            raise _Failed("raised", why, at_rest=True)
+
+    async def _value(self, worker: WorkerProcess, who: str, timeout: float) -> float:
+        """What the running reward returns."""
+        late = _Failed("timed_out", f"{who} timed out after {timeout:g} s")
+        try:
+            report = await worker.receive(timeout)
+        except TimeoutError:
+            raise late from None
+        except WorkerLost:
+            worker.kill()
+            raise _Failed("died", f"{who}: the worker died while it ran ({await worker.reap()})") from None
+        if report["seconds"] > timeout:
+            raise late
+        if report["kind"] == "raised":
+            raise _Failed("raised", f"{who} raised: {report['why']}", at_rest=True)
+        if report["kind"] == "not_finite":
+            why = f"{who} returned {report['why']}, which is not a finite number"
+            raise _Failed("not_finite", why, at_rest=True)
+        return report["value"]
+
+    def _new_slot(self, old: WorkerProcess | None) -> _Slot:
+        """A worker that is about to be ready, in place of one that was killed."""
+        slot = asyncio.create_task(self._launch(old))
+        self._slots.add(slot)
+        return slot
+
+    async def _launch(self, old: WorkerProcess | None) -> WorkerProcess:
+        if old is not None:
+            await old.reap()
+            self._ending.discard(old)
+        return await launch(self._specs, self._plugins, self._start_deadline)
+
+    async def _acquire(self) -> _Slot:
+        """A worker for one answer, first come, first served. UserError if one cannot be started any more."""
+        while True:
+            slot = await self._idle.get()
+            if slot is None:
+                self._idle.put_nowait(None)
+                raise RuntimeError(CLOSED)
+            try:
+                worker = await asyncio.shield(slot)
+            except asyncio.CancelledError:
+                if slot.cancelled():
+                    raise RuntimeError(CLOSED) from None
+                self._idle.put_nowait(slot)
+                raise
+            except Exception:
+                self._slots.discard(slot)
+                self._idle.put_nowait(self._new_slot(None))
+                raise
+            if worker.usable:
+                return slot
+            self._release(slot)
+
+    def _release(self, slot: _Slot) -> None:
+        """Hand the worker to the next answer, or see to its successor."""
+        worker = slot.result()
+        if self._closed:
+            return
+        if worker.usable:
+            self._idle.put_nowait(slot)
+            return
+        worker.kill()
+        self._slots.discard(slot)
+        self._ending.add(worker)
+        self.counts["restarted"] += 1
+        self._idle.put_nowait(self._new_slot(worker))
+
+
+def _is_ready(slot: _Slot) -> bool:
+    return slot.done() and not slot.cancelled() and slot.exception() is None
