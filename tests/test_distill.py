@@ -16,7 +16,10 @@ from torch import Tensor
 from understudy.algorithms.contract import Algorithm, TeacherHead
 from understudy.algorithms.distill import choose_payload, distill, expand
 from understudy.algorithms.measures import TeacherMeasures
-from understudy.data.trajectory import COLUMNS
+from understudy.algorithms.objectives import OBJECTIVES, Settings
+from understudy.algorithms.policy import PolicySettings
+from understudy.data.ragged import Ragged
+from understudy.data.trajectory import COLUMNS, Batch
 from understudy.losses import distillation
 from understudy.losses.contract import LossSum, ModelOut
 
@@ -26,9 +29,6 @@ DEFAULTS: dict[str, Any] = {
     "payload": "auto",
     "form": "supervised",
     "top_k": 2,
-    "beta": 0.5,
-    "clip": 0.2,
-    "dual_clip": 3.0,
 }
 PAYLOADS = {
     "k1": "sampled",
@@ -78,8 +78,15 @@ def columns_for(ids: Tensor, teacher: Tensor, behaviour: Tensor, k: int = 2) -> 
 
 
 def only(algorithm: Algorithm, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the learner hands to the loss: the columns that the algorithm declared, no others."""
-    return {name: value for name, value in columns.items() if name in algorithm.needs}
+    """What the learner hands to the loss: the columns that the algorithm declared and those that it adds; no others.
+    Every action is a row of its own here."""
+    needed = {name: value for name, value in columns.items() if name in algorithm.needs}
+    if algorithm.over_columns is None:
+        return needed
+    offsets = torch.arange(len(columns["behaviour_logp"]) + 1)
+    ragged = {name: Ragged(value, offsets) for name, value in needed.items()}
+    signal = algorithm.over_columns(Batch((), ragged, {}))
+    return needed | {name: column.values for name, column in signal.columns.items()}
 
 
 def evaluate(algorithm: Algorithm, logits: Tensor, ids: Tensor, teacher: Tensor) -> tuple[LossSum, Tensor]:
@@ -114,7 +121,7 @@ def gradient_of(divergence: str, logits: Tensor, teacher: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("objective", PAYLOADS)
 def test_auto_chooses_the_payload_that_serves_the_objective(objective: str) -> None:
-    assert choose_payload(objective, "auto") == PAYLOADS[objective]
+    assert choose_payload(OBJECTIVES[objective], "auto") == PAYLOADS[objective]
     algorithm = build(objective=objective, form="policy_gradient" if objective == "k1" else "supervised")
     assert algorithm.payload == PAYLOADS[objective]
     assert algorithm.top_k == 0
@@ -130,7 +137,8 @@ def test_needs_are_those_of_the_payload(objective: str, payload: str) -> None:
     assert set(algorithm.needs) == {"tokens", "mask", "behaviour_logp"} | NEEDS[algorithm.payload]
     assert set(algorithm.needs) <= COLUMNS.keys()
     assert algorithm.top_k == (2 if payload == "top_k" else 0)
-    assert algorithm.signal is None
+    assert algorithm.over_rows is None
+    assert algorithm.over_columns is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,8 @@ def test_needs_are_those_of_the_payload(objective: str, payload: str) -> None:
         ({"objective": "k3"}, "FORWARD KL"),
         ({"objective": "k1"}, "ZERO"),
         ({"objective": "k1", "form": "policy_gradient"}, "later states"),
-        ({"objective": "reverse_kl", "form": "policy_gradient"}, "ZERO"),
+        ({"objective": "k1", "form": "policy_gradient", "discount": 1}, "whole sequences"),
+        ({"objective": "forward_kl_topk"}, "biased"),
     ],
 )
 def test_the_note_says_what_is_optimised(settings: dict[str, Any], said: str) -> None:
@@ -159,11 +168,13 @@ def test_the_note_says_what_is_optimised(settings: dict[str, Any], said: str) ->
 def test_supervised_is_the_divergence_whatever_token_was_taken(objective: str, payload: str, token: int) -> None:
     logits, teacher = random(3, VOCABULARY, seed=0), random(3, VOCABULARY, seed=1)
     ids = torch.full((3,), token)
-    out, slope = evaluate(build(objective=objective, payload=payload, beta=0.3), logits, ids, teacher)
+    out, slope = evaluate(build(objective=objective, payload=payload, settings=Settings(beta=0.3)), logits, ids, teacher)
     leaf = logits.clone().requires_grad_()
     q, p = leaf.log_softmax(-1), teacher.log_softmax(-1)
     if payload == "top_k":
-        expected = distillation.forward_kl_top_k(q, p.topk(2).indices, p.topk(2).values)
+        expected = distillation.forward_kl(
+            distillation.buckets(q, p.topk(2).indices), distillation.teacher_buckets(p.topk(2).values, None, VOCABULARY)
+        )
     elif objective == "jsd":
         expected = distillation.jsd(q, p, 0.3)
     else:
@@ -221,14 +232,6 @@ def test_other_estimates_as_advantage_weigh_the_score_function(objective: str) -
     torch.testing.assert_close(mean, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd"])
-def test_a_divergence_of_the_whole_state_is_no_advantage(objective: str) -> None:
-    """As the note says: it is the same for every token, so nothing is left of it on average."""
-    logits, teacher = random(3, VOCABULARY, seed=0), random(3, VOCABULARY, seed=1)
-    mean = mean_gradient(build(objective=objective, form="policy_gradient"), logits, teacher)
-    assert float(mean.abs().max()) < 1e-5
-
-
 def test_policy_gradient_clips_by_the_behaviour_log_probs() -> None:
     logits, ids = torch.zeros(3, VOCABULARY), torch.tensor([0, 0, 0])
     leaf = logits.clone().requires_grad_()
@@ -236,7 +239,7 @@ def test_policy_gradient_clips_by_the_behaviour_log_probs() -> None:
     teacher[0, 0], teacher[1:, 0] = 3.0, -3.0  # token 0 is too rare in row 0, too frequent in rows 1 and 2
     own = float(logits.log_softmax(-1)[0, 0])
     behaviour = torch.tensor([own - 1.0, own + 1.0, own - 2.0])  # ratios e, 1/e, e²
-    algorithm = build(objective="k1", form="policy_gradient", clip=0.2, dual_clip=3.0)
+    algorithm = build(objective="k1", form="policy_gradient", policy=PolicySettings(0.2, 0.2, 3.0))
     out = algorithm.losses[0](student_out(leaf, ids), only(algorithm, columns_for(ids, teacher, behaviour)))
     advantage = -out.per_action["divergence"]
     assert float(advantage[0]) > 0 > float(advantage[1])
@@ -283,16 +286,20 @@ def test_a_head_sees_its_own_actions_only_and_no_gradient() -> None:
 
 # ── metrics ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-COMMON = {"loss", "divergence", "student_logp", "entropy", "sampler_gap", "teacher_logp"}
+COMMON = {"loss", "divergence", "student_logp", "entropy", "sampler_gap"}
+TAUGHT = {"teacher_logp", "settled", "floored"}
 
 
 @pytest.mark.parametrize(
     ("settings", "more"),
     [
-        ({"objective": "reverse_kl"}, set()),
-        ({"objective": "k2"}, set()),
-        ({"objective": "forward_kl", "payload": "top_k"}, {"teacher_mass", "student_mass"}),
-        ({"objective": "k1", "form": "policy_gradient"}, {"clipped", "dual_clipped"}),
+        ({"objective": "reverse_kl"}, TAUGHT),
+        ({"objective": "k2"}, TAUGHT),
+        ({"objective": "forward_kl", "payload": "top_k"}, {*TAUGHT, "teacher_mass", "student_mass", "overlap"}),
+        (
+            {"objective": "k1", "form": "policy_gradient"},
+            {"clipped", "dual_clipped", "overflowed", "ratio", "advantage", "teacher_logp"},
+        ),
     ],
 )
 def test_every_metric_is_there_per_action_and_without_gradient(settings: dict[str, Any], more: set[str]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from understudy.losses.distillation import FLOOR, forward_kl, forward_kl_top_k, jsd, k1, k2, k3, reverse_kl
+from understudy.losses.distillation import FLOOR, buckets, forward_kl, jsd, k1, k2, k3, reverse_kl, teacher_buckets
 from understudy.losses.policy_gradient import dual_clip
 
 Full = Callable[[Tensor, Tensor], Tensor]
@@ -27,6 +27,12 @@ FULL: dict[str, Full] = {
     "jsd_0.1": partial(jsd, beta=0.1),
 }
 full = pytest.mark.parametrize("divergence", FULL.values(), ids=FULL.keys())
+
+
+def forward_kl_top_k(student: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
+    """Forward KL over the named ids and a bucket for the rest."""
+    return forward_kl(buckets(student, ids), teacher_buckets(teacher, None, student.shape[-1]))
+
 
 
 def best(teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from understudy.data.ragged import Ragged
+from understudy.data.trajectory import Batch
 from understudy.losses.contract import Loss
 
-Payload = Literal["none", "sampled", "top_k", "full"]
+Payload = Literal["none", "sampled", "top_k", "student_top_k", "union", "full"]
+Derived = Literal["old_logp", "values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,52 @@ class TeacherHead:
 
     name: str
     log_probs: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Which rows belong together: rows of an episode share its reward, episodes of a group share a prompt."""
+
+    of_row: Tensor
+    """int64 [rows]: number of the row's episode"""
+    group: Tensor
+    """int64 [episodes]: number of the episode's group"""
+    reward_row: Tensor
+    """int64 [episodes]: the row whose reward is the episode's: its last trajectory"""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Episodes:
+        """From the keys of a batch, which come in key order."""
+        numbers: dict[object, int] = {}
+        groups: dict[object, int] = {}
+        last: dict[int, int] = {}
+        of_row, group = [], []
+        for row, key in enumerate(batch.keys):
+            if key.episode not in numbers:
+                numbers[key.episode] = len(numbers)
+                group.append(groups.setdefault(key.group, len(groups)))
+            of_row.append(numbers[key.episode])
+            last[numbers[key.episode]] = row
+        return cls(
+            torch.tensor(of_row, dtype=torch.int64),
+            torch.tensor(group, dtype=torch.int64),
+            torch.tensor([last[number] for number in range(len(last))], dtype=torch.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What an algorithm adds to a batch before the update."""
+
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    """row-span columns [rows]"""
+    columns: Mapping[str, Ragged] = field(default_factory=dict)
+    """action-span columns"""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def added_to(self, batch: Batch) -> Batch:
+        """The batch with these columns."""
+        return Batch(batch.keys, {**batch.columns, **self.columns}, {**batch.rows, **self.rows})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,5 +84,13 @@ class Algorithm:
     note: str
     """one line for the user: what is optimised, and whether exactly"""
     top_k: int = 0
-    signal: Callable[[Mapping[str, Tensor], Sequence[int]], Mapping[str, Tensor]] | None = None
-    """row-span columns and group numbers → further row-span columns (advantages); None if no loss needs any"""
+    derives: tuple[Derived, ...] = ()
+    """columns that the learner computes with the weights of before the update"""
+    over_rows: Callable[[Mapping[str, Tensor], Episodes], Signal] | None = None
+    """from rewards and groups: small, wherever the run is driven"""
+    over_columns: Callable[[Batch], Signal] | None = None
+    """from per-action columns: where the rows are"""
+    aggregate: Callable[[Tensor], Mapping[str, Ragged]] | None = None
+    """from the actions of each row of one update → the column `weight`, if the loss is not a mean over actions"""
+    critic_losses: tuple[Loss, ...] = ()
+    """what the critic learns from the same batch; none means that there is no critic"""

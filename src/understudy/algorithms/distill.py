@@ -3,55 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from understudy.algorithms.contract import Algorithm, Payload, TeacherHead
-from understudy.losses import distillation, policy_gradient
-from understudy.losses.contract import LossSum, ModelOut
+from understudy.algorithms.advantages import return_to_go, whiten
+from understudy.algorithms.contract import Algorithm, Episodes, Payload, Signal, TeacherHead
+from understudy.algorithms.objectives import OBJECTIVES, Form, Objective, Settings
+from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, common, task_signal
+from understudy.data.trajectory import Batch
+from understudy.losses import distillation, fused
+from understudy.losses.contract import Loss, LossSum, ModelOut
 
 BASE = ("tokens", "mask", "behaviour_logp")
-SAMPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "k1": distillation.k1,
-    "k2": distillation.k2,
-    "k3": distillation.k3,
+COLUMNS: Mapping[Payload, tuple[str, ...]] = {
+    "sampled": ("teacher_logp",),
+    "top_k": ("teacher_topk_ids", "teacher_topk_logp", "teacher_logp"),
+    "student_top_k": ("student_topk_ids", "teacher_given_logp", "teacher_logp"),
+    "union": (
+        "teacher_topk_ids",
+        "teacher_topk_logp",
+        "student_topk_ids",
+        "teacher_given_logp",
+        "teacher_logp",
+    ),
+    "full": ("teacher_hidden", "teacher_index"),
+    "none": (),
 }
+"""What each payload brings with it."""
+BUCKETED: tuple[Payload, ...] = ("top_k", "student_top_k", "union")
+
+Judged = tuple[Tensor, dict[str, Tensor]]
+"""[actions] with gradient, and detached columns for the record"""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """D(student, teacher) per action, from whichever payload the teacher sent."""
 
-    objective: str
+    objective: Objective
     payload: Payload
-    beta: float
     heads: Sequence[TeacherHead]
+    settings: Settings = field(default_factory=Settings)
 
-    def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """[actions] with gradient, and detached columns for the record."""
+    def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> Judged:
+        if self.payload == "full":
+            return self._full(out, columns)
         if self.payload == "sampled":
-            teacher_logp = columns["teacher_logp"]
-            return SAMPLED[self.objective](out.logp, teacher_logp), {"teacher_logp": teacher_logp}
-        if self.payload == "top_k":
-            ids, teacher_k = columns["teacher_topk_ids"], columns["teacher_topk_logp"]
-            student_mass = out.log_probs.detach().gather(-1, ids).exp().sum(-1)
-            mass = {"teacher_mass": teacher_k.exp().sum(-1), "student_mass": student_mass}
-            return distillation.forward_kl_top_k(out.log_probs, ids, teacher_k), {
-                "teacher_logp": columns["teacher_logp"],
-                **mass,
-            }
-        teacher = expand(self.heads, columns["teacher_hidden"], columns["teacher_index"])
-        sampled = teacher.gather(-1, out.ids[:, None]).squeeze(-1)
-        return self._full(out.log_probs, teacher), {"teacher_logp": sampled}
+            return self._sampled(out, columns)
+        return self._bucketed(out, columns)
 
-    def _full(self, student: Tensor, teacher: Tensor) -> Tensor:
-        if self.objective == "reverse_kl":
-            return distillation.reverse_kl(student, teacher)
-        if self.objective == "forward_kl":
-            return distillation.forward_kl(student, teacher)
-        return distillation.jsd(student, teacher, self.beta)
+    def _full(self, out: ModelOut, columns: Mapping[str, Tensor]) -> Judged:
+        teacher = expand(self.heads, columns["teacher_hidden"], columns["teacher_index"])
+        if self.objective.rule is None:
+            seen = {"teacher_logp": _taken(teacher, out.ids), **common(out, columns)}
+            return self.objective.formula(out.log_probs, teacher, self.settings), seen
+        rule = self.objective.rule(self.settings)
+        judged = fused.judge(out.tempered, out.ids, teacher, rule, self.settings.floor)
+        seen = {
+            "student_logp": judged.logp,
+            "entropy": judged.entropy,
+            "sampler_gap": (judged.logp - columns["behaviour_logp"]).abs(),
+            "teacher_logp": judged.teacher_logp,
+            "settled": judged.settled.float(),
+            "floored": (judged.floored > 0).float(),
+        }
+        return judged.value, seen
+
+    def _sampled(self, out: ModelOut, columns: Mapping[str, Tensor]) -> Judged:
+        teacher, student = columns["teacher_logp"], out.logp
+        settled = fused.agree(student.detach(), teacher)
+        value = self.objective.formula(student, teacher, self.settings).masked_fill(settled, 0.0)
+        floored = (teacher < self.settings.floor).float()
+        return value, {"teacher_logp": teacher, "settled": settled.float(), "floored": floored, **common(out, columns)}
+
+    def _bucketed(self, out: ModelOut, columns: Mapping[str, Tensor]) -> Judged:
+        ids, named, repeated = named_by(self.payload, columns)
+        log_probs = out.log_probs
+        if self.objective.sees == "top_k":
+            student, teacher = log_probs.gather(-1, ids), named
+        else:
+            student = distillation.buckets(log_probs, ids, repeated)
+            teacher = distillation.teacher_buckets(named, repeated, log_probs.shape[-1])
+        settled = fused.agree(student.detach(), teacher).all(-1)
+        value = self.objective.formula(student, teacher, self.settings).masked_fill(settled, 0.0)
+        present = named if repeated is None else named.masked_fill(repeated, distillation.ABSENT)
+        seen = {
+            "teacher_logp": columns["teacher_logp"],
+            "settled": settled.float(),
+            "floored": (teacher < self.settings.floor).any(-1).float(),
+            "teacher_mass": present.exp().sum(-1),
+            **_student_mass(log_probs.detach(), ids, repeated, columns),
+            **common(out, columns),
+        }
+        return value, seen
+
+
+def named_by(payload: Payload, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The ids [actions, k] of a bucketed payload, the teacher's log-probs of them, and which ids are named twice."""
+    if payload == "top_k":
+        return columns["teacher_topk_ids"], columns["teacher_topk_logp"], None
+    if payload == "student_top_k":
+        return columns["student_topk_ids"], columns["teacher_given_logp"], None
+    first, second = columns["teacher_topk_ids"], columns["student_topk_ids"]
+    named = torch.cat([columns["teacher_topk_logp"], columns["teacher_given_logp"]], dim=-1)
+    return torch.cat([first, second], dim=-1), named, distillation.repeats(first, second)
+
+
+def _student_mass(
+    log_probs: Tensor, ids: Tensor, repeated: Tensor | None, columns: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The student's mass on the named ids, and the share of the teacher's top k that is in the student's."""
+    mass = log_probs.gather(-1, ids).exp()
+    if repeated is not None:
+        mass = mass.masked_fill(repeated, 0.0)
+    seen = {"student_mass": mass.sum(-1)}
+    if "teacher_topk_ids" in columns:
+        theirs = columns["teacher_topk_ids"]
+        own = columns.get("student_topk_ids", log_probs.topk(theirs.shape[-1], dim=-1).indices)
+        seen["overlap"] = (theirs[:, :, None] == own[:, None, :]).any(-1).float().mean(-1)
+    return seen
+
+
+def _taken(log_probs: Tensor, ids: Tensor) -> Tensor:
+    return log_probs.gather(-1, ids[:, None]).squeeze(-1)
 
 
 def expand(heads: Sequence[TeacherHead], hidden: Tensor, index: Tensor) -> Tensor:
@@ -78,86 +154,88 @@ class SupervisedLoss:
     def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
         value, seen = self.divergence(out, columns)
         detached = value.detach()
-        return LossSum(value.sum(), {"loss": detached, "divergence": detached, **_common(out, columns), **seen})
+        return LossSum(value.sum(), {"loss": detached, "divergence": detached, **seen})
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyGradientLoss:
-    """The negative divergence, held fixed, is the advantage of the token that was taken."""
+class DivergenceAsReward:
+    """The negative divergence of the sampled token, as the sampler saw it, becomes the advantage: of that token alone
+    (discount 0), or with all that follows it (discount 1)."""
 
-    divergence: Divergence
-    clip: float
-    dual_clip: float
-    name: str = "distill"
-    coefficient: float = 1.0
+    objective: Objective
+    settings: Settings
+    discount: int
+    normalise: bool
 
-    def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
-        logp = out.logp  # first, with gradient: what `out` computes it computes once
-        with torch.no_grad():
-            value, seen = self.divergence(out, columns)
-        clipped = policy_gradient.dual_clip(logp, columns["behaviour_logp"], -value, self.clip, self.dual_clip)
-        fractions = {"clipped": clipped.clipped.float(), "dual_clipped": clipped.dual_clipped.float()}
-        per_action = {"loss": clipped.loss.detach(), "divergence": value, **fractions, **_common(out, columns), **seen}
-        return LossSum(clipped.loss.sum(), per_action)
-
-
-def _common(out: ModelOut, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    with torch.no_grad():
-        logp, all_logp = out.logp.detach(), out.log_probs.detach()
-        entropy = -(all_logp.exp() * all_logp).sum(-1)
-        gap = (logp - columns["behaviour_logp"]).abs()
-    return {"student_logp": logp, "entropy": entropy, "sampler_gap": gap}
+    def __call__(self, batch: Batch) -> Signal:
+        behaviour, teacher = batch.columns["behaviour_logp"], batch.columns["teacher_logp"]
+        settled = fused.agree(behaviour.values, teacher.values)
+        value = self.objective.formula(behaviour.values, teacher.values, self.settings).masked_fill(settled, 0.0)
+        divergence = behaviour.map(lambda _: value)
+        advantage = return_to_go(divergence, float(self.discount)).map(torch.neg)
+        if self.normalise:
+            advantage = whiten(advantage)
+        return Signal(columns={"divergence": divergence, "distill_advantage": advantage})
 
 
-def choose_payload(objective: str, payload: str) -> Payload:
+def choose_payload(objective: Objective, payload: str) -> Payload:
     """The payload that serves an objective when the user named none."""
-    if objective in SAMPLED:
-        return "sampled"
-    return "top_k" if payload == "top_k" else "full"
+    if payload != "auto":
+        return payload  # type: ignore[return-value]  # the schema has checked it
+    return {"token": "sampled", "top_k": "top_k", "distribution": "full"}[objective.sees]  # type: ignore[return-value]
 
 
 def distill(
     *,
     objective: str,
-    payload: str,
-    form: str,
-    top_k: int,
-    beta: float,
-    clip: float,
-    dual_clip: float,
-    heads: Sequence[TeacherHead],
+    payload: str = "auto",
+    form: Form = "supervised",
+    top_k: int = 32,
+    settings: Settings = Settings(),  # noqa: B008  # frozen
+    discount: int = 0,
+    normalise: bool = False,
+    policy: PolicySettings = PolicySettings(),  # noqa: B008  # frozen
+    task_weight: float = 0.0,
+    heads: Sequence[TeacherHead] = (),
 ) -> Algorithm:
     """Put the parts together and say in one line what is optimised."""
-    chosen = choose_payload(objective, payload)
-    divergence = Divergence(objective, chosen, beta, heads)
-    columns: dict[Payload, tuple[str, ...]] = {
-        "sampled": ("teacher_logp",),
-        "top_k": ("teacher_topk_ids", "teacher_topk_logp", "teacher_logp"),
-        "full": ("teacher_hidden", "teacher_index"),
-        "none": (),
-    }
-    loss = SupervisedLoss(divergence) if form == "supervised" else PolicyGradientLoss(divergence, clip, dual_clip)
+    chosen_objective = OBJECTIVES[objective]
+    chosen = choose_payload(chosen_objective, payload)
+    losses: list[Loss] = []
+    over_columns: Callable[[Batch], Signal] | None = None
+    if form == "supervised":
+        losses.append(SupervisedLoss(Divergence(chosen_objective, chosen, heads, settings)))
+    else:
+        losses.append(
+            ClippedLoss(policy, advantage="distill_advantage", name="distill", shown=("divergence", "teacher_logp"))
+        )
+        over_columns = DivergenceAsReward(chosen_objective, settings, discount, normalise)
+    over_rows: Callable[[Mapping[str, Tensor], Episodes], Signal] | None = None
+    if task_weight > 0:
+        losses.append(ClippedLoss(policy, advantage="task_advantage", name="task", coefficient=task_weight))
+        over_rows = task_signal(policy)
     return Algorithm(
         name="distill",
-        needs=(*BASE, *columns[chosen]),
+        needs=(*BASE, *COLUMNS[chosen], *(("reward",) if task_weight > 0 else ())),
         payload=chosen,
-        losses=(loss,),
-        note=f"{objective} ({form}), payload {chosen}: {_exactness(objective, chosen, form)}",
-        top_k=top_k if chosen == "top_k" else 0,
+        losses=tuple(losses),
+        note=f"{objective} ({form}), payload {chosen}: {exactness(chosen_objective, chosen, form, discount)}"
+        + (f"; plus task rewards, weight {task_weight:g}" if task_weight > 0 else ""),
+        top_k=top_k if chosen in BUCKETED else 0,
+        derives=("old_logp",) if policy.needs_old_logp and (task_weight > 0 or form != "supervised") else (),
+        over_rows=over_rows,
+        over_columns=over_columns,
+        aggregate=aggregator(policy) if form == "policy_gradient" or task_weight > 0 else None,
     )
 
 
-def _exactness(objective: str, payload: Payload, form: str) -> str:
+def exactness(objective: Objective, payload: Payload, form: Form, discount: int) -> str:
+    """Whether what is computed is what is named, for the run's first line."""
+    claim = objective.claim(form)
     if form == "policy_gradient":
-        if payload != "sampled":
-            return "the divergence of a state is the same for every token taken there: the mean gradient is ZERO"
-        return "per-token advantages, the effect of a token on later states is not counted"
-    if payload == "full":
-        return "exact at every visited state"
-    if payload == "top_k":
-        return "a lower bound: all tokens outside the teacher's top k count as one"
-    return {
-        "k1": "one sample per state; the mean gradient is ZERO",
-        "k2": "one sample per state; the mean gradient is that of reverse KL",
-        "k3": "one sample per state; the mean gradient is that of FORWARD KL",
-    }[objective]
+        reach = "whole sequences" if discount else "per token, its effect on later states is not counted"
+        return f"{claim.note} ({reach})"
+    if payload in BUCKETED and objective.sees == "distribution":
+        whose = {"top_k": "the teacher's", "student_top_k": "the student's", "union": "either's"}[payload]
+        return f"a lower bound: all tokens outside {whose} top k count as one"
+    return claim.note

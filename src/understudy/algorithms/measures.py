@@ -33,3 +33,14 @@ class TeacherMeasures:
             "entropy": -(student.exp() * student).sum(-1),
         }
         return LossSum(torch.sum(reverse), per_action)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMeasures:
+    """What there is to say without a teacher."""
+
+    name: str = "measures"
+    coefficient: float = 1.0
+
+    def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
+        return LossSum(torch.sum(out.logp), {"entropy": out.entropy})

@@ -7,21 +7,31 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from understudy.policy.text import log_probs
+from understudy.losses.fused import token_terms
+from understudy.policy.text import tempered
 
 
 class ModelOut:
     """What the student computes at a chunk of action positions. Logits are made when first asked for."""
 
-    def __init__(self, hidden: Tensor, ids: Tensor, head: Callable[[Tensor], Tensor], temperature: float) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        head: Callable[[Tensor], Tensor],
+        temperature: float,
+        value_head: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.hidden = hidden
         """[actions, width]: the state that chose each action"""
         self.ids = ids
         """int64 [actions]: the actions"""
         self.temperature = temperature
         self._head = head
+        self._value_head = value_head
 
     @cached_property
     def logits(self) -> Tensor:
@@ -29,14 +39,35 @@ class ModelOut:
         return self._head(self.hidden)
 
     @cached_property
-    def log_probs(self) -> Tensor:
-        """float32 [actions, vocabulary], after the rollout's temperature"""
-        return log_probs(self.logits, self.temperature)
+    def values(self) -> Tensor:
+        """float32 [actions]: the return that a critic expects from each state"""
+        if self._value_head is None:
+            raise ValueError("this model has no value head: values are the critic's")
+        return self._value_head(self.hidden)
 
     @cached_property
+    def tempered(self) -> Tensor:
+        """float32 [actions, vocabulary]: logits after the rollout's temperature"""
+        return tempered(self.logits, self.temperature)
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """float32 [actions, vocabulary], after the rollout's temperature"""
+        return torch.log_softmax(self.tempered, dim=-1)
+
+    @cached_property
+    def _terms(self) -> tuple[Tensor, Tensor]:
+        return token_terms(self.tempered, self.ids)
+
+    @property
     def logp(self) -> Tensor:
         """float32 [actions]: log-prob of the actions"""
-        return self.log_probs.gather(-1, self.ids[:, None]).squeeze(-1)
+        return self._terms[0]
+
+    @property
+    def entropy(self) -> Tensor:
+        """float32 [actions]: of the distribution that each action was drawn from"""
+        return self._terms[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 
 
+def tempered(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Logits after temperature, in float32 at least; 0 (greedy) means temperature 1 here."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide if temperature in (0.0, 1.0) else wide / temperature
+
+
 def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """[…, vocabulary] log-probabilities in float32 after temperature; 0 (greedy) means temperature 1 here."""
-    scaled = logits.float() if temperature in (0.0, 1.0) else logits.float() / temperature
-    return torch.log_softmax(scaled, dim=-1)
+    """[…, vocabulary] log-probabilities after temperature."""
+    return torch.log_softmax(tempered(logits, temperature), dim=-1)
 
 
 def token_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -48,8 +53,8 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor
     """
     greedy = settings.temperature == 0
     temperature = torch.where(greedy, torch.ones_like(settings.temperature), settings.temperature)
-    tempered = logits.float() if bool((temperature == 1).all()) else logits.float() / temperature[:, None]
-    probs = torch.softmax(tempered, dim=-1)
+    scaled = logits.float() if bool((temperature == 1).all()) else logits.float() / temperature[:, None]
+    probs = torch.softmax(scaled, dim=-1)
     kept = probs
     if banned is not None:
         kept = kept.masked_fill(banned, 0.0)
@@ -65,7 +70,7 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor
         # Banned ids hold all the mass that float32 can show: the others are drawn in proportion among themselves.
         rest = draw(logits.masked_fill(banned, float("-inf")), uniform, settings)
         ids = torch.where(lost, rest.ids, ids)
-        return Draw(ids, torch.log_softmax(tempered, dim=-1).gather(-1, ids[:, None]).squeeze(-1), mass_cut)
+        return Draw(ids, torch.log_softmax(scaled, dim=-1).gather(-1, ids[:, None]).squeeze(-1), mass_cut)
     return Draw(ids, probs.gather(-1, ids[:, None]).squeeze(-1).log(), mass_cut)
 
 

@@ -1,0 +1,31 @@
+"""The critic's loss, per action."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """Loss per action and whether the clip took its gradient; both [actions]."""
+
+    loss: Tensor
+    clipped: Tensor
+    """bool: the prediction has moved further than `clip`, and towards the return: no gradient"""
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
+    """½ max((v − R)², (v′ − R)²), where v′ is v kept within ±clip of its value before the update.
+
+    All arguments [actions]; only `values` carries a gradient. Without a clip, ½ (v − R)².
+    """
+    plain = 0.5 * (values - returns).square()
+    if clip is None:
+        return ValueLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
+    near = values.clamp(old_values - clip, old_values + clip)
+    bounded = 0.5 * (near - returns).square()
+    cut = (bounded > plain).detach()
+    return ValueLoss(torch.where(cut, bounded, plain), cut)
