@@ -61,7 +61,7 @@ class UnderstudyStepper:
         self.scheduler = self.loop.run_until_complete(self._enter())
 
     async def _enter(self) -> object:
-        return await self.run.parts.scheduler().__aenter__()
+        return await self.run.parts.running().__aenter__()
 
     def step(self) -> StepReport:
         at = self.run.step * self.per_step % len(self.prompt_tokens)

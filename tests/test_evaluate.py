@@ -56,7 +56,7 @@ def run(root: Path) -> Path:
             root,
             optimizer={"lr": 3e-3},
             rollout={"samples": 2},
-            validation={"every": 2, "min_tokens": 5, "prompts": 6, "fixed_tokens": 40},
+            validation={"every": 2, "min_tokens": 5, "max_tokens": 40, "prompts": 6},
         )
     )
 
@@ -104,8 +104,8 @@ def test_teacher_text_made_for_other_settings_is_not_reused(tmp_path: Path) -> N
     other = tiny.write_prompts(tmp_path / "other.jsonl", ["Who?", "Where to?", "What for?"])
     variants: list[dict[str, Any]] = [
         {},
-        {"validation": {"fixed_tokens": 7, "prompts": 3, "max_tokens": 5}},
-        {"validation": {"fixed_tokens": 4, "prompts": 2, "max_tokens": 5}},
+        {"validation": {"prompts": 3, "max_tokens": 7}},
+        {"validation": {"prompts": 2, "max_tokens": 5}},
         {"seed": 5},
         {"data": {"validation": str(other)}},
         {"teachers": {"main": {"path": str(tmp_path / "student"), "dtype": "float32"}}},

@@ -17,6 +17,8 @@ from torch import Tensor
 import tiny
 from understudy.algorithms.contract import Algorithm, TeacherHead
 from understudy.algorithms.distill import distill
+from understudy.algorithms.objectives import Settings
+from understudy.algorithms.policy import PolicySettings
 from understudy.config.schema import Lora, Optimizer
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Key
@@ -48,8 +50,14 @@ HEADS = (TeacherHead("main", teacher_log_probs),)
 
 
 def algorithm(objective: str = "reverse_kl", **changed: Any) -> Algorithm:
-    base: dict[str, Any] = {"payload": "auto", "form": "supervised", "top_k": 4, "beta": 0.3, "clip": 0.2}
-    return distill(**{"objective": objective, **base, "dual_clip": 3.0, "heads": HEADS, **changed})
+    base: dict[str, Any] = {"objective": objective, "top_k": 4, "settings": Settings(beta=0.3), "heads": HEADS}
+    return distill(**{**base, **changed})
+
+
+def ready(chosen_algorithm: Algorithm, batch: Batch) -> Batch:
+    """With the advantages, if the algorithm works with any."""
+    over_columns = chosen_algorithm.over_columns
+    return batch if over_columns is None else over_columns(batch).added_to(batch)
 
 
 def make_batch(masks: Sequence[str] = MASKS, seed: int = 0) -> Batch:
@@ -121,7 +129,7 @@ def chosen(logp: Tensor, batch: Batch) -> Tensor:
 
 def plain_k1(logp: Tensor, batch: Batch) -> Tensor:
     own, columns = chosen(logp, batch), batch.columns
-    advantage = (columns["teacher_logp"].values - own).detach()
+    advantage = columns["teacher_logp"].values - columns["behaviour_logp"].values
     ratio = (own - columns["behaviour_logp"].values).exp()
     return -torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)).clamp_max(1e9)
 
@@ -135,12 +143,13 @@ PLAIN: dict[str, tuple[Algorithm, Callable[[Tensor, Batch], Tensor]]] = {
     "jsd": (algorithm("jsd"), lambda q, b: distillation.jsd(q, full_teacher(b), 0.3)),
     "top_k": (
         algorithm("forward_kl", payload="top_k"),
-        lambda q, b: distillation.forward_kl_top_k(
-            q, b.columns["teacher_topk_ids"].values, b.columns["teacher_topk_logp"].values
+        lambda q, b: distillation.forward_kl(
+            distillation.buckets(q, b.columns["teacher_topk_ids"].values),
+            distillation.teacher_buckets(b.columns["teacher_topk_logp"].values, None, q.shape[-1]),
         ),
     ),
     "k2": (algorithm("k2"), lambda q, b: 0.5 * (chosen(q, b) - b.columns["teacher_logp"].values).square()),
-    "k1_policy_gradient": (algorithm("k1", form="policy_gradient", dual_clip=1e9), plain_k1),
+    "k1_policy_gradient": (algorithm("k1", form="policy_gradient", policy=PolicySettings(dual_clip=1e9)), plain_k1),
 }
 
 
@@ -151,7 +160,7 @@ PLAIN: dict[str, tuple[Algorithm, Callable[[Tensor, Batch], Tensor]]] = {
 def test_the_gradient_is_that_of_a_plain_padded_implementation(name: str) -> None:
     chosen_algorithm, value = PLAIN[name]
     batch = make_batch()
-    found, _ = gradients(batch, chosen_algorithm.losses)
+    found, _ = gradients(ready(chosen_algorithm, batch), chosen_algorithm.losses)
     assert distance(found, padded_gradients(batch, value)) < 1e-5
 
 
@@ -277,7 +286,7 @@ def test_several_losses_add_with_their_coefficients() -> None:
     alone, _ = gradients(batch, [Watching()])
     both, columns = gradients(batch, [first, second])
     assert distance(both, {name: 2.25 * g for name, g in alone.items()}) < 2e-6
-    assert set(columns) == {"loss", "other"}
+    assert set(columns) == {"loss", "other", "mass_outside"}
 
 
 def test_two_losses_may_report_columns_of_the_same_name() -> None:

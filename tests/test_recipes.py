@@ -54,7 +54,7 @@ def test_a_recipe_runs_two_steps_with_tiny_models(recipe: Path, tmp_path: Path) 
         "steps=2",
         "prompts_per_step=2",
         "rollout={min_tokens: 4, max_tokens: 4}",
-        "validation={prompts: 2, min_tokens: 4, max_tokens: 4, fixed_tokens: 4}",
+        "validation={prompts: 2, min_tokens: 4, max_tokens: 4}",
     ]
     assert main(["train", str(recipe), *overrides]) == 0
     run = tmp_path / "runs" / load(recipe).config.name

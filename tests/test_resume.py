@@ -31,7 +31,7 @@ LONG: dict[str, Any] = {
     "steps": STEPS,
     "rollout": {"samples": 2, "max_tokens": 8},
     "engine": {"score_every": 11, "slots": 2},
-    "validation": {"every": 15, "max_tokens": 50, "fixed_tokens": 40, "prompts": 2},
+    "validation": {"every": 15, "max_tokens": 50, "prompts": 2},
     "checkpoint": {"every": 3, "keep": 2},
     "optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 5},
 }

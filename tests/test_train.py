@@ -383,7 +383,7 @@ def test_distill_takes_lists(tmp_path: Path) -> None:
         "prompts_per_step": 2,
         "threads": 1,
         "rollout": {"max_tokens": 4},
-        "validation": {"max_tokens": 4, "fixed_tokens": 4},
+        "validation": {"max_tokens": 4},
     }
     run = understudy.distill(*paths, tiny.PROMPTS, heldout=["Hi.", "Bye."], **options)
     assert run == tmp_path / "out" / "distill"

@@ -133,7 +133,7 @@ def settings(root: Path, **sections: Any) -> dict[str, Any]:
         "teachers": {"main": {"path": str(root / "teacher"), "dtype": "float32"}},
         "data": {"train": str(prompts), "validation": str(prompts)},
         "rollout": {"max_tokens": 6},
-        "validation": {"max_tokens": 5, "fixed_tokens": 4, "prompts": 3},
+        "validation": {"max_tokens": 5, "prompts": 3},
         "optimizer": {"lr": 1e-2},
         "checkpoint": {"every": 2},
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,15 +19,15 @@ from understudy.agent_loop.contract import LOOPS, Tokenizer, derive_seed, render
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import Algorithm, TeacherHead
-from understudy.algorithms.distill import distill
-from understudy.config.schema import Config, Teacher, TextSampling
+from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement, Teacher, TextSampling
 from understudy.data.prompts import PromptSet, PromptStream, load_prompts
 from understudy.data.trajectory import Key, Prompt, Trajectory
-from understudy.engines.contract import GenerateRequest, Generation, Sampling, Want
+from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
 from understudy.engines.torch_lm import TorchEngine
 from understudy.errors import UserError
 from understudy.learner.optimizer import build_optimizer
 from understudy.learner.update import Limits
+from understudy.learning import Trainable
 from understudy.models.attention import NAME as ATTENTION
 from understudy.models.causal_lm import CausalLM
 from understudy.models.loading import apply_lora, load_causal_lm
@@ -34,11 +36,13 @@ from understudy.models.weights import trainable
 from understudy.optimizer_state import seed_rng
 from understudy.policy.text import log_probs
 from understudy.queue.memory import MemoryQueue
+from understudy.rewards.pool import RewardPool
 from understudy.routing import Router
 from understudy.runtime.inline import InlineScheduler
 from understudy.runtime.memory import keep_freed_memory
-from understudy.scoring import EpisodeScorer
-from understudy.teachers.client import ResidentTeacher, TeacherClient, own_context
+from understudy.scoring import EpisodeScorer, Judge
+from understudy.signals import build_algorithm, reward_judge, reward_pool
+from understudy.teachers.client import ResidentTeacher, TeacherClient, own_context, runs
 from understudy.teachers.pool import TeacherPool
 
 Report = Callable[[str], None]
@@ -58,41 +62,61 @@ class Parts:
     student: CausalLM
     exportable: nn.Module
     """the student as it is saved: with its adapter, if it has one"""
-    optimizer: torch.optim.Optimizer
+    learner: Trainable
+    critic: Trainable | None
     algorithm: Algorithm
     heads: tuple[TeacherHead, ...]
     student_engine: TorchEngine
     teacher_engines: dict[str, TorchEngine]
+    reference_engine: TorchEngine | None
+    """the student as it was before training, if a KL to it counts"""
     teachers: TeacherClient
+    rewards: RewardPool | None
     queue: MemoryQueue
     manager: RolloutManager
     stream: PromptStream
     heldout: PromptSet | None
     limits: Limits
 
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return list(trainable(self.student.model))
+    @property
+    def engines(self) -> list[TorchEngine]:
+        reference = [self.reference_engine] if self.reference_engine is not None else []
+        return [self.student_engine, *self.teacher_engines.values(), *reference]
 
-    def scheduler(self) -> InlineScheduler:
-        """Drives the engines while it is entered."""
-        return InlineScheduler([self.student_engine, *self.teacher_engines.values()], self.config.engine.score_every)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Engines are driven and rewards are up while this is entered."""
+        async with InlineScheduler(self.engines, self.config.engine.score_every):
+            try:
+                if self.rewards is not None:
+                    await self.rewards.start()
+                yield
+            finally:
+                if self.rewards is not None:
+                    await self.rewards.close()
 
     async def forget_prefixes(self) -> None:
         """Engines drop the prompts that they kept: what a step or an evaluation computes, to the last bit, must not
         depend on what this process did before, or a resumed run would differ."""
-        for engine in (self.student_engine, *self.teacher_engines.values()):
+        for engine in self.engines:
             await engine.load(engine.version, None)
 
-    def scorer(self, want: Want) -> EpisodeScorer:
-        """What completes the rows of finished episodes."""
+    def scorer(self, want: Want, *, training: bool = True) -> EpisodeScorer:
+        """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
+        judges: list[Judge] = []
+        if self.teachers.teachers:
+            judges.append(lambda key, prompt, row: self.teachers.score(key, prompt, row, want))
+        if training and self.reference_engine is not None:
+            judges.append(_reference_judge(self.reference_engine))
+        if self.rewards is None:
+            return EpisodeScorer(self.queue, tuple(judges))
+        decode = partial(self.tokenizer.decode, skip_special=True)
+        return EpisodeScorer(self.queue, tuple(judges), (reward_judge(self.rewards, decode),))
 
-        async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
-            return await self.teachers.score(key, prompt, trajectory, want)
-
-        return EpisodeScorer(self.queue, (judge,))
-
-    def sampling(self, settings: TextSampling) -> Sampling:
+    def sampling(self, settings: TextSampling, *, training: bool = False) -> Sampling:
+        wants_own = training and self.algorithm.payload in ("student_top_k", "union")
         return Sampling(
+            top_ids=self.algorithm.top_k if wants_own else 0,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -105,7 +129,12 @@ class Parts:
     def training_want(self) -> Want:
         """What the algorithm asks of teachers."""
         payload = self.algorithm.payload
-        return Want(sampled=payload in ("sampled", "top_k"), top_k=self.algorithm.top_k, hidden=payload == "full")
+        return Want(
+            sampled=payload not in ("full", "none"),
+            top_k=self.algorithm.top_k if payload in ("top_k", "union") else 0,
+            given=payload in ("student_top_k", "union"),
+            hidden=payload == "full",
+        )
 
 
 def assemble(config: Config, report: Report = lambda line: None) -> Parts:
@@ -125,7 +154,7 @@ def assemble(config: Config, report: Report = lambda line: None) -> Parts:
     loaded = {
         name: _load_teacher(name, settings, student, tokenizer, report) for name, settings in config.teachers.items()
     }
-    vocabulary = min(shared for _, _, shared in loaded.values())
+    vocabulary = min([shared for _, _, shared in loaded.values()], default=student.head.vocabulary)
     teachers = _resident(config, loaded, vocabulary)
     _check_prompts(config, [p for p in (train, heldout) if p is not None], tokenizer, teachers.client)
 
@@ -138,18 +167,20 @@ def assemble(config: Config, report: Report = lambda line: None) -> Parts:
         prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
     )
     seed_rng(config.seed)  # nothing of ours draws from the global generators, but plugins may
-    algorithm = distill(**config.algorithm.model_dump(exclude={"name"}), heads=teachers.heads)
     return Parts(
         config=config,
         tokenizer=tokenizer,
         student=student,
         exportable=exportable,
-        optimizer=build_optimizer(config.optimizer, list(trainable(model))),
-        algorithm=algorithm,
+        learner=_trainable(student, config.optimizer),
+        critic=_critic(config, report),
+        algorithm=build_algorithm(config, teachers.heads),
         heads=teachers.heads,
         student_engine=engine,
         teacher_engines=teachers.engines,
+        reference_engine=_reference(config, vocabulary, report),
         teachers=teachers.client,
+        rewards=reward_pool(config),
         queue=MemoryQueue(),
         manager=_manager(config, engine, tokenizer),
         stream=PromptStream(train, config.seed, config.data.shuffle),
@@ -180,6 +211,45 @@ def load_plugin(path: str) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+
+
+def _trainable(model: CausalLM, settings: Optimizer) -> Trainable:
+    named = tuple(trainable(model.model))
+    if model.value_head is not None:
+        head = tuple((f"value_head.{name}", parameter) for name, parameter in model.value_head.named_parameters())
+        named = (*named, *head)
+    return Trainable(model, build_optimizer(settings, named), named)
+
+
+def _critic(config: Config, report: Report) -> Trainable | None:
+    """A copy of the student with a value head in place of the output head."""
+    if not isinstance(config.algorithm, Ppo):
+        return None
+    critic = CausalLM(load_causal_lm(config.student, attention=ATTENTION, progress=report))
+    if critic.head.linear.weight is not critic.model.get_input_embeddings().weight:
+        critic.head.linear.weight.requires_grad_(False)  # nobody asks a critic for tokens
+    critic.add_value_head()
+    return _trainable(critic, config.optimizer.model_copy(update={"lr": config.algorithm.critic_lr}))
+
+
+def _reference(config: Config, vocabulary: int, report: Report) -> TorchEngine | None:
+    if not isinstance(config.algorithm, Reinforcement) or config.algorithm.kl == 0:
+        return None
+    model = CausalLM(load_causal_lm(config.student, attention=ATTENTION, progress=report))
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(False)
+    temperature = config.rollout.temperature or 1.0
+    return TorchEngine(model, context=config.engine.context, temperature=temperature, vocabulary=vocabulary)
+
+
+def _reference_judge(engine: TorchEngine) -> Judge:
+    async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+        request = ScoreRequest(key, trajectory.tokens, tuple(runs(trajectory.mask)), Want(sampled=True), "reference")
+        scores = await engine.score(request)
+        assert scores.logp is not None
+        return {"reference_logp": scores.logp}
+
+    return judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +329,9 @@ def _check_prompts(config: Config, sets: list[PromptSet], tokenizer: SafeTokeniz
     mistakes: list[str] = []
     for prompt in (p for prompts in sets for p in prompts[:CHECKED_PROMPTS]):
         try:
-            teacher = client.teachers[client.route(prompt)]
             tokens = render_prompt(tokenizer, prompt, longest)
-            if teacher.system_prompt is not None:
+            teacher = client.teachers[client.route(prompt)] if client.teachers else None
+            if teacher is not None and teacher.system_prompt is not None:
                 own_context(teacher, prompt, _unanswered(tokens))
             if len(tokens) > room:
                 raise UserError(

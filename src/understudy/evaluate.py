@@ -2,14 +2,15 @@
 
 - kl: KL(student‖teacher) on the student's own samples, full vocabulary, temperature 1, fixed seeds;
 - kl_fixed: KL(teacher‖student) on continuations that the teacher wrote once, the same text every time;
-- top1_agreement: how often both would pick the same token of that text; entropy and length of the samples beside them.
+- top1_agreement: how often both would pick the same token of that text;
+- reward: mean task reward of the samples, where the recipe has rewards; entropy and length of the samples beside them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from understudy.agent_loop.contract import derive_seed, render_prompt
 from understudy.agent_loop.worker import EpisodeFailure
-from understudy.algorithms.measures import TeacherMeasures
+from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
 from understudy.assemble import Parts, assemble
 from understudy.checkpoint import CheckpointStore, load
 from understudy.config.schema import Config
@@ -31,8 +32,10 @@ from understudy.learner.update import measure
 from understudy.models.weights import copy_into
 from understudy.record.run_directory import EvalSample
 from understudy.scoring import scoring_tasks
+from understudy.signals import prompt_text
 
-COLUMNS = ("tokens", "mask", "behaviour_logp", "teacher_hidden", "teacher_index")
+BASE = ("tokens", "mask", "behaviour_logp")
+TEACHER = ("teacher_hidden", "teacher_index")
 FULL = Want(hidden=True)
 Progress = Callable[[str, int, int], None]
 
@@ -64,32 +67,36 @@ class Evaluator:
     def _fingerprint(self) -> str:
         """Of everything that decides the teacher's text, so that text made for other settings is not taken for it."""
         parts, limit = self.parts, self.parts.config.data.max_prompt_tokens
+        taught = bool(parts.config.teachers)
         prompts = [
             (
                 prompt.source,
                 prompt.row,
-                parts.config.teachers[parts.teachers.route(prompt)].path,
+                parts.config.teachers[parts.teachers.route(prompt)].path if taught else "",
                 render_prompt(parts.tokenizer, prompt, limit).tolist(),
             )
             for prompt in self.prompts
         ]
-        return f"{derive_seed(parts.config.seed, self.settings.fixed_tokens, prompts):016x}"
+        return f"{derive_seed(parts.config.seed, self.settings.max_tokens, prompts):016x}"
 
     async def __call__(self) -> Evaluation:
         """Needs a running scheduler."""
-        loss = TeacherMeasures(self.parts.heads)
-        await self.parts.forget_prefixes()
+        parts = self.parts
+        await parts.forget_prefixes()
         batch = await self._sample()
-        own = measure(self.parts.student, batch, [loss], self._limits)
-        fixed = measure(self.parts.student, await self._fixed_text(), [loss], self._limits)
-        metrics = {
-            "kl": _mean(own["kl"]),
-            "kl_fixed": _mean(fixed["kl_forward"]),
-            "top1_agreement": _mean(fixed["top1_agreement"]),
-            "entropy": _mean(own["entropy"]),
-            "length": float(own["kl"].lengths.double().mean()),
-        }
-        return Evaluation(metrics, self._samples(batch, own["kl"]))
+        loss = TeacherMeasures(parts.heads) if parts.heads else PlainMeasures()
+        own = measure(parts.student, batch, [loss], self._limits)
+        metrics: dict[str, float] = {}
+        if parts.heads:
+            fixed = measure(parts.student, await self._fixed_text(), [loss], self._limits)
+            metrics["kl"] = _mean(own["kl"])
+            metrics["kl_fixed"] = _mean(fixed["kl_forward"])
+            metrics["top1_agreement"] = _mean(fixed["top1_agreement"])
+        if "reward" in batch.rows:
+            metrics["reward"] = float(batch.rows["reward"].double().mean())
+        metrics["entropy"] = _mean(own["entropy"])
+        metrics["length"] = float(own["entropy"].lengths.double().mean())
+        return Evaluation(metrics, self._samples(batch, own["kl"] if parts.heads else None))
 
     async def _sample(self) -> Batch:
         """The student answers every held-out prompt with seeds that depend on the prompt alone."""
@@ -97,7 +104,7 @@ class Evaluator:
         prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
         for prompt in prompts:
             await parts.queue.open(GroupKey("validation", prompt.uid), 1)
-        scorer, seed = parts.scorer(FULL), parts.config.seed
+        scorer, seed = parts.scorer(FULL, training=False), parts.config.seed
         sampling = parts.sampling(self.settings)
         async with scoring_tasks() as tasks:
             episodes = parts.manager.stream(
@@ -114,8 +121,11 @@ class Evaluator:
                 if isinstance(outcome, EpisodeFailure):
                     raise UserError(f"validation failed: {outcome.reason}\n{outcome.detail}")
                 tasks.create_task(scorer(outcome, step=-1))
-        ref = await parts.queue.take("validation", COLUMNS, len(prompts))
-        batch = await parts.queue.get(ref, COLUMNS)
+        needs = (*BASE, *(TEACHER if parts.heads else ()), *(("reward",) if parts.rewards is not None else ()))
+        ref = await parts.queue.take("validation", needs, len(prompts))
+        if ref.failed:
+            raise UserError(f"validation failed: {ref.failed[0].reason}")
+        batch = await parts.queue.get(ref, needs)
         await parts.queue.clear(ref)
         return batch
 
@@ -177,7 +187,7 @@ class Evaluator:
         """What the prompt's own teacher writes after it, at temperature 1 and of forced length."""
         parts = self.parts
         tokens = render_prompt(parts.tokenizer, prompt, parts.config.data.max_prompt_tokens)
-        length = self.settings.fixed_tokens
+        length = self.settings.max_tokens
         sampling = Sampling(min_tokens=length, max_tokens=length, stop_ids=parts.tokenizer.eos_ids)
         key = EpisodeKey("fixed", number, 0)
         seed = derive_seed(parts.config.seed, "fixed", prompt.source, prompt.row)
@@ -187,14 +197,16 @@ class Evaluator:
         mask[len(tokens) :] = True
         return _given(torch.cat([tokens, answer.tokens]), mask)
 
-    def _samples(self, batch: Batch, divergence: Ragged) -> list[EvalSample]:
-        """The answer to each prompt (its first trajectory), as text with a divergence for every token."""
+    def _samples(self, batch: Batch, divergence: Ragged | None) -> list[EvalSample]:
+        """The answer to each prompt (its first trajectory), as text with a divergence for every token (0 without a
+        teacher)."""
         samples = []
         by_uid = {key.uid: row for row, key in reversed(list(enumerate(batch.keys)))}
         for number, row in enumerate(by_uid[uid] for uid in sorted(by_uid)):
             ids = batch.columns["tokens"].row(row)[batch.columns["mask"].row(row)].tolist()
             pieces = tuple(self.parts.tokenizer.pieces(ids))
-            samples.append(EvalSample(number, prompt_text(self.prompts[number]), pieces, _floats(divergence.row(row))))
+            values = _floats(divergence.row(row)) if divergence is not None else (0.0,) * len(pieces)
+            samples.append(EvalSample(number, prompt_text(self.prompts[number]), pieces, values))
         return samples
 
 
@@ -210,18 +222,10 @@ def evaluate_run(config: Config, run: Path | None, checkpoint: str) -> dict[str,
         directory = (run or Path(config.out) / config.name) / "validation"
 
         async def go() -> Evaluation:
-            async with parts.scheduler():
+            async with parts.running():
                 return await Evaluator(parts, directory, display.progress)()
 
         return asyncio.run(go()).metrics
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt as people read it: its last user message."""
-    if prompt.text is not None:
-        return prompt.text
-    users: Sequence[str] = [m.content for m in prompt.messages if m.role == "user"]
-    return users[-1] if users else prompt.messages[-1].content
 
 
 def _given(tokens: torch.Tensor, mask: torch.Tensor) -> Trajectory:

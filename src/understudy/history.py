@@ -14,18 +14,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from understudy.checkpoint import load
+from understudy.config.schema import Config, Distill
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Episode, Prompt
 from understudy.errors import UserError
-from understudy.evaluate import prompt_text
 from understudy.learner.update import NonFiniteLoss
-from understudy.models.weights import copy_into
+from understudy.learning import Trainable
+from understudy.models.weights import copy_named
 from understudy.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
 from understudy.queue.contract import BatchRef
 from understudy.record.display import final_table
 from understudy.record.report import write_report
 from understudy.record.run_directory import RolloutRow, RunDirectory
 from understudy.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
+from understudy.signals import prompt_text
 
 if TYPE_CHECKING:
     from understudy.train import Run
@@ -98,9 +100,11 @@ async def record(
         "trajectories": float(len(batch)),
         "failed_groups": float(len(ref.failed)),
         "stale_groups": float(len(ref.stale)),
+        "replaced_groups": float(run.replaced),
         **_phase_seconds(run),
     }
-    if "divergence" in metrics and run.parts.config.algorithm.objective in ("reverse_kl", "k1", "k3"):
+    chosen = run.parts.config.algorithm
+    if "divergence" in metrics and isinstance(chosen, Distill) and chosen.objective in ("reverse_kl", "k1", "k3"):
         metrics["kl"] = metrics["divergence"]
     run.directory.log_step(run.step, metrics)
     await _record_rollouts(run, ref, columns, prompts)
@@ -138,7 +142,7 @@ def _phase_seconds(run: Run) -> dict[str, float]:
 
 def _engine_seconds(run: Run) -> tuple[float, float]:
     """Seconds of generation and of scoring since this was last asked."""
-    engines = [run.parts.student_engine, *run.parts.teacher_engines.values()]
+    engines = run.parts.engines
     generate = sum(engine.counts.generate_seconds for engine in engines)
     score = sum(engine.counts.score_seconds for engine in engines)
     for engine in engines:
@@ -167,32 +171,38 @@ def _rollout_row(
     return RolloutRow(
         key=key,
         prompt=prompt_text(prompt),
-        teacher=run.parts.teachers.route(prompt),
+        teacher=run.parts.teachers.route(prompt) if run.parts.teachers.teachers else None,
         pieces=tuple(run.parts.tokenizer.pieces(ids)),
         ids=tuple(ids),
         student_logp=tuple(columns["student_logp"].row(number).tolist()),
-        teacher_logp=tuple(columns["teacher_logp"].row(number).tolist()),
-        divergence=tuple(columns["divergence"].row(number).tolist()),
+        teacher_logp=_row(columns, "teacher_logp", number),
+        divergence=_row(columns, "divergence", number),
         reward=None if reward is None else float(reward[number]),
         finish=str(ref.tags[key]["finish"]),
         version=tuple(batch.columns["version"].row(number).tolist()),
     )
 
 
+def _row(columns: Mapping[str, Ragged], name: str, number: int) -> tuple[float, ...] | None:
+    return tuple(columns[name].row(number).tolist()) if name in columns else None
+
+
 def save(run: Run) -> Path:
     """A checkpoint of this step; the best one is marked by the measure that the recipe names."""
-    named = run.parts.trainable()
-    optimizer, optimizer_state = pack_optimizer(run.parts.optimizer, named)
     rng, rng_state = pack_rng()
-    measure = run.parts.config.checkpoint.best
+    measure = best_measure(run.parts.config)
     value, best = _best(run, measure)
+    tensors, state = {"rng": rng}, {}
+    for name, trainable in _trainables(run).items():
+        tensors[f"{name}optimizer"], state[f"{name}optimizer"] = pack_optimizer(trainable.optimizer, trainable.named)
+        tensors[name.rstrip("_") or "model"] = {key: p.detach() for key, p in trainable.named}
     return run.checkpoints.save(
         run.step,
-        {"model": {name: p.detach() for name, p in named}, "optimizer": optimizer, "rng": rng},
+        tensors,
         {
             "version": run.version,
             "data": run.parts.stream.state(),
-            "optimizer": optimizer_state,
+            **state,
             "rng": rng_state,
             "threads": torch.get_num_threads(),
             "failures": run.failures,
@@ -203,13 +213,29 @@ def save(run: Run) -> Path:
     )
 
 
+def _trainables(run: Run) -> dict[str, Trainable]:
+    """What a checkpoint holds, by the prefix of its names."""
+    critic = {"critic_": run.parts.critic} if run.parts.critic is not None else {}
+    return {"": run.parts.learner, **critic}
+
+
+def best_measure(config: Config) -> str:
+    """The validation measure that marks the best checkpoint."""
+    return config.checkpoint.best or ("kl" if isinstance(config.algorithm, Distill) else "reward")
+
+
+HIGHER_IS_BETTER = ("reward", "top1_agreement")
+
+
 def _best(run: Run, measure: str) -> tuple[float | None, bool]:
-    """The measure at this step, and whether no marked checkpoint has a lower one."""
+    """The measure at this step, and whether no marked checkpoint has a better one."""
     now = [m.metrics.get(measure) for m in run.directory.load_validations() if m.step == run.step]
     if not now or now[0] is None or not math.isfinite(now[0]):
         return None, False
     mark = run.checkpoints.best_mark()
-    return now[0], mark is None or mark.value is None or now[0] < mark.value
+    if mark is None or mark.value is None:
+        return now[0], True
+    return now[0], now[0] > mark.value if measure in HIGHER_IS_BETTER else now[0] < mark.value
 
 
 def restore(run: Run) -> None:
@@ -220,9 +246,10 @@ def restore(run: Run) -> None:
         run.display.note("no checkpoint yet: starting from the beginning")
         return
     found = load(run.checkpoints.latest())
-    named = run.parts.trainable()
-    copy_into(run.parts.student.model, found.tensors["model"])
-    unpack_optimizer(run.parts.optimizer, named, found.tensors["optimizer"], found.state["optimizer"])
+    for name, trainable in _trainables(run).items():
+        copy_named(trainable.named, found.tensors[name.rstrip("_") or "model"])
+        key = f"{name}optimizer"
+        unpack_optimizer(trainable.optimizer, list(trainable.named), found.tensors[key], found.state[key])
     unpack_rng(found.tensors["rng"], found.state["rng"])
     run.parts.stream.restore(found.state["data"])
     run.step, run.version = found.step, found.state["version"]
@@ -277,6 +304,7 @@ def finish(run: Run) -> None:
             "objective": run.parts.algorithm.note,
             "failed_groups": run.failures,
             "queue": counts,
+            "rewards": dict(run.parts.rewards.counts) if run.parts.rewards is not None else {},
             "teachers": {name: asdict(engine.counts) for name, engine in run.parts.teacher_engines.items()},
         }
     )

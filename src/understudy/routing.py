@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+from understudy.errors import CannotJudge
+
 Replica = TypeVar("Replica")
 Answer = TypeVar("Answer")
 
@@ -12,7 +14,7 @@ REMEMBERED = 4096
 """Keys whose replica is remembered."""
 
 
-class AllReplicasFailed(RuntimeError):
+class AllReplicasFailed(CannotJudge):
     """No replica could answer; the message has each one's reason."""
 
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from understudy.data.trajectory import Episode, Key, Prompt, Trajectory
-from understudy.errors import UserError
+from understudy.errors import CannotJudge, UserError
 from understudy.queue.contract import SampleQueue
 
 Judge = Callable[[Key, Prompt, Trajectory], Awaitable[dict[str, Tensor]]]
-"""Columns that a teacher, a reward or a reference adds to one trajectory."""
+"""Columns that a teacher or a reference adds to one trajectory."""
+EpisodeJudge = Callable[[Episode], Awaitable[dict[str, Tensor]]]
+"""Row-span columns that a reward adds to every trajectory of an episode."""
 
 
 @asynccontextmanager
@@ -33,10 +35,12 @@ async def scoring_tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeScorer:
-    """Puts episodes into the queue and completes their rows."""
+    """Puts episodes into the queue and completes their rows. A judge that cannot judge fails the episode's group, with
+    its reason; nothing is made up in its place."""
 
     queue: SampleQueue
     judges: tuple[Judge, ...]
+    episode_judges: tuple[EpisodeJudge, ...] = ()
 
     async def __call__(self, episode: Episode, step: int) -> None:
         keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
@@ -44,13 +48,19 @@ class EpisodeScorer:
             tags: dict[str, int | float | str] = {"step": step, "finish": trajectory.finish}
             await self.queue.put(key, trajectory.columns(), tags)
         await self.queue.seal(episode.key, len(keys))
-        await asyncio.gather(
-            *(
-                self._judge(judge, key, episode.prompt, trajectory)
-                for key, trajectory in zip(keys, episode.trajectories, strict=True)
-                for judge in self.judges
-            )
-        )
+        rows = list(zip(keys, episode.trajectories, strict=True))
+        work = [self._judge(judge, key, episode.prompt, row) for key, row in rows for judge in self.judges]
+        work += [self._judge_episode(judge, episode, keys) for judge in self.episode_judges]
+        for outcome in await asyncio.gather(*work, return_exceptions=True):
+            if isinstance(outcome, CannotJudge):
+                await self.queue.fail(episode.key.group, str(outcome))
+            elif outcome is not None:
+                raise outcome
 
     async def _judge(self, judge: Judge, key: Key, prompt: Prompt, trajectory: Trajectory) -> None:
         await self.queue.update(key, await judge(key, prompt, trajectory))
+
+    async def _judge_episode(self, judge: EpisodeJudge, episode: Episode, keys: list[Key]) -> None:
+        columns = await judge(episode)
+        for key in keys:
+            await self.queue.update(key, columns)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -22,16 +21,19 @@ from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, assemble
 from understudy.checkpoint import CheckpointStore
 from understudy.config.load import dump, load
-from understudy.config.schema import Config
+from understudy.config.schema import Config, Grpo
 from understudy.data.trajectory import GroupKey, Prompt
 from understudy.errors import UserError
 from understudy.evaluate import Evaluator
 from understudy.learner.optimizer import learning_rate
 from understudy.learner.update import NonFiniteLoss, update
+from understudy.learning import Learned, flat_groups, prepare, updates
 from understudy.queue.contract import BatchRef
 from understudy.record.display import Display
 from understudy.record.run_directory import RunDirectory
+from understudy.runtime.interrupt import on_interrupt
 from understudy.scoring import scoring_tasks
+from understudy.signals import schedule
 from understudy.weights import publish
 
 
@@ -48,7 +50,12 @@ class Run:
     step: int = 0
     version: int = 0
     stopping: bool = False
+    replaced: int = 0
     failures: list[str] = field(default_factory=list)
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.display.note("Ctrl-C: finishing this step and saving. Once more to stop at once.")
 
 
 def train(config: Config) -> Path:
@@ -96,8 +103,8 @@ def open_run(config: Config, directory: RunDirectory, display: Display) -> Run:
 async def all_steps(run: Run) -> None:
     """The whole of training."""
     config = run.parts.config
-    async with run.parts.scheduler():
-        with _stop_on_interrupt(run):
+    async with run.parts.running():
+        with on_interrupt(run.stop):
             await publish([run.parts.student_engine], run.version, None)
             if run.step == 0:
                 await history.validate(run)
@@ -111,87 +118,82 @@ async def all_steps(run: Run) -> None:
 
 
 async def step(run: Run) -> None:
-    """Rollout, scoring, signal, learning, publication, record: one update."""
+    """Rollout, scoring, signal, learning, publication, record: one update (or several, from one batch)."""
     parts, config, number = run.parts, run.parts.config, run.step + 1
     started = time.perf_counter()
-    prompts = parts.stream.take(config.prompts_per_step)
     await parts.forget_prefixes()
     with run.display.phase("rollout"):
-        ref, times = await _rollout(run, prompts, number)
+        ref, prompts, times = await _rollout(run, number)
     batch = await parts.queue.get(ref, parts.algorithm.needs)
     with run.display.phase("update"):
         rate = learning_rate(config.optimizer, number, config.steps)
-        for group in parts.optimizer.param_groups:
-            group["lr"] = rate
+        parts.learner.set_rate(rate)
         try:
-            losses, clip = parts.algorithm.losses, config.optimizer.clip_norm
-            weights = [parameter for _, parameter in parts.trainable()]
-            metrics, columns = update(parts.student, parts.optimizer, batch, losses, parts.limits, clip, weights)
+            batch, signalled = prepare(parts.algorithm, parts.learner, parts.critic, batch, parts.limits)
+            learned = Learned(signalled)
+            for work in updates(parts.algorithm, parts.learner, parts.critic, batch, schedule(config, number)):
+                who, clip = work.trainable, config.optimizer.clip_norm
+                done = update(who.model, who.optimizer, work.batch, work.losses, parts.limits, clip, who.parameters)
+                learned.add(work, *done)
         except NonFiniteLoss as error:
             raise UserError(history.dump_batch(run, batch, number, error)) from error
+    metrics, columns = learned.summary()
     run.version += 1
     await publish([parts.student_engine], run.version, None)
     run.step = number
     seconds = time.perf_counter() - started
-    metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, **times.metrics()}
-    metrics |= {"mass_cut": history.mass_cut(times.episodes)}
+    cut = history.mass_cut(times.episodes)
+    metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, "mass_cut": cut, **times.metrics()}
     await history.record(run, ref, batch, metrics, columns, prompts)
     await parts.queue.clear(ref)
 
 
-async def _rollout(run: Run, prompts: list[Prompt], step: int) -> tuple[BatchRef, EpisodeTimes]:
+async def _rollout(run: Run, step: int) -> tuple[BatchRef, list[Prompt], EpisodeTimes]:
+    """The complete groups of a step. Groups whose rewards are all equal may be replaced by others."""
+    parts, config, times = run.parts, run.parts.config, EpisodeTimes()
+    prompts = parts.stream.take(config.prompts_per_step)
+    ref, run.replaced = await _groups(run, prompts, step, times), 0
+    spare = config.algorithm.resample if isinstance(config.algorithm, Grpo) else 0
+    while spare > 0 and (flat := await flat_groups(parts.queue, ref)):
+        more = parts.stream.take(min(spare, len(flat)))
+        spare -= len(more)
+        others = await _groups(run, more, step, times)
+        dropped = flat[: len(others.groups())]
+        run.replaced += len(dropped)
+        await parts.queue.clear(ref.only(dropped))
+        ref, prompts = ref.without(dropped).joined(others), [*prompts, *more]
+    return ref, prompts, times
+
+
+async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTimes) -> BatchRef:
     """Generate the episodes of these prompts; score each as soon as it ends; wait for complete groups."""
-    parts, config = run.parts, run.parts.config
-    times, scorer, seed = EpisodeTimes(), parts.scorer(parts.training_want()), config.seed
+    parts, config, scorer = run.parts, run.parts.config, run.parts.scorer(run.parts.training_want())
     for prompt in prompts:
         await parts.queue.open(GroupKey("train", prompt.uid), config.rollout.samples)
     episodes = parts.manager.stream(
         "train",
         prompts,
         config.rollout.samples,
-        parts.sampling(config.rollout),
-        lambda prompt, sample: derive_seed(seed, "train", prompt.uid, sample),
+        parts.sampling(config.rollout, training=True),
+        lambda prompt, sample: derive_seed(config.seed, "train", prompt.uid, sample),
     )
     async with scoring_tasks() as scoring:
         async for outcome in episodes:
             if isinstance(outcome, EpisodeFailure):
                 run.display.note(f"step {step}: group {outcome.key.uid} failed: {outcome.reason}")
                 await parts.queue.fail(outcome.key.group, outcome.reason)
-                continue
-            times.add(outcome)
-            scoring.create_task(scorer(outcome, step))
+            else:
+                times.add(outcome)
+                scoring.create_task(scorer(outcome, step))
     ref = await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
     history.check_budget(run, ref, step)
-    return ref, times
-
-
-@contextmanager
-def _stop_on_interrupt(run: Run) -> Iterator[None]:
-    """Ctrl-C finishes the step, saves and stops; a second one interrupts at once."""
-
-    def stop() -> None:
-        run.stopping = True
-        run.display.note("Ctrl-C: finishing this step and saving. Once more to stop at once.")
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGINT, stop)
-    except (ValueError, RuntimeError):  # not the main thread: the caller handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
+    return ref
 
 
 class _Callable(ModuleType):
     """Importing this file makes `understudy.train` mean the file; as a function it must go on working."""
 
-    def __call__(self, config: Config) -> Path:
-        return train(config)
+    __call__ = staticmethod(train)
 
 
 sys.modules[__name__].__class__ = _Callable

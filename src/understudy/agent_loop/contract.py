@@ -103,6 +103,7 @@ class LoopContext:
             version=generation.version,
             finish=generation.finish,
             metrics={"mass_cut": generation.mass_cut},
+            extra={} if generation.top_ids is None else {"student_topk_ids": generation.top_ids},
         )
 
     def episode(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Episode:

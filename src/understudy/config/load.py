@@ -25,7 +25,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from understudy.config.schema import Config, Section
+from understudy.config.schema import ALGORITHMS, Config, Section
 from understudy.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -433,12 +433,20 @@ _PLAIN_WORDS = {
 
 def _explain(detail: Mapping[str, Any], tree: _Branch) -> Mistake:
     """One of pydantic's complaints in plain words, with key and origin."""
-    location = detail["loc"]
+    location, chosen = detail["loc"], ""
+    if len(location) > 1 and location[0] == "algorithm" and location[1] in ALGORITHMS:
+        location, chosen = (location[0], *location[2:]), location[1]  # pydantic names the branch of the union too
     path = tuple(part for part in location if isinstance(part, str))
     item = next((f"item {part + 1} " for part in location if isinstance(part, int)), "")
     kind, got = detail["type"], _brief(detail["input"])
-    if kind == "extra_forbidden":
+    if kind == "extra_forbidden" and chosen and _type_at(path) is not None:
+        message = f"algorithm {chosen} has no such key"
+    elif kind == "extra_forbidden":
         message = "unknown key" + _suggestion(path)
+    elif kind == "union_tag_invalid":
+        path, given = (*path, "name"), detail["ctx"]["tag"]
+        near = difflib.get_close_matches(given, ALGORITHMS, n=1)
+        message = f"{given!r} is none of {', '.join(ALGORITHMS)}" + (f"; did you mean {near[0]}?" if near else "")
     elif kind == "missing" and item:
         message = "is missing"
     elif kind == "missing":

@@ -186,6 +186,9 @@ COLUMNS: dict[str, Column] = {
         Column("teacher_logp", torch.float32, "action", "teachers"),
         Column("teacher_topk_ids", torch.int64, "action", "teachers", trailing=(None,)),
         Column("teacher_topk_logp", torch.float32, "action", "teachers", trailing=(None,)),
+        Column("student_topk_ids", torch.int64, "action", "agent_loop", trailing=(None,)),
+        Column("teacher_given_logp", torch.float32, "action", "teachers", trailing=(None,)),
+        Column("reference_logp", torch.float32, "action", "teachers"),
         Column("teacher_hidden", torch.float32, "action", "teachers", trailing=(None,)),
         Column("teacher_index", torch.int32, "row", "teachers"),
     )

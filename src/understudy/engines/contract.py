@@ -31,6 +31,8 @@ class Sampling:
     """ids that end the generation; the id itself is kept"""
     stop_strings: tuple[str, ...] = ()
     """strings that end the generation; the text up to and including the string is kept"""
+    top_ids: int = 0
+    """also report the ids of so many most likely tokens at every position"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Generation:
     version: Tensor
     """int32 [new]"""
     finish: Finish
+    top_ids: Tensor | None = None
+    """int64 [new, k]: if they were asked for"""
     mass_cut: float = 0.0
     """mean probability of what could not be drawn: cut by top-p and top-k, or stop ids before min_tokens"""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -72,6 +76,8 @@ class Want:
     """log-prob of the token that was taken"""
     top_k: int = 0
     """ids and log-probs of the k most likely tokens"""
+    given: bool = False
+    """log-probs of the ids that the request names"""
     hidden: bool = False
     """final hidden state: with the output head, the full distribution"""
 
@@ -90,6 +96,8 @@ class ScoreRequest:
     """name of the teacher"""
     deadline: float | None = None
     """seconds from submission"""
+    ids: Tensor | None = None
+    """int64 [actions, k]: the ids that `want.given` is about"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,8 @@ class Scores:
     """int64 [actions, k]"""
     topk_logp: Tensor | None = None
     """float32 [actions, k]"""
+    given_logp: Tensor | None = None
+    """float32 [actions, k]: of the ids that the request named"""
     hidden: Tensor | None = None
     """float32 [actions, width]"""
 

@@ -41,6 +41,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_ids: list[Tensor] = field(default_factory=list)
     mass_cut: float = 0.0
     finish: Finish | None = None
     times: dict[str, float] = field(default_factory=dict)
@@ -48,6 +49,12 @@ class _Sequence:
     def so_far(self) -> Tensor:
         """The prompt and what was written after it."""
         return torch.cat([self.request.tokens, torch.tensor(self.tokens, dtype=torch.int64)])
+
+    def _top_ids(self) -> Tensor | None:
+        k = self.request.sampling.top_ids
+        if not k:
+            return None
+        return torch.stack(self.top_ids) if self.top_ids else torch.empty(0, k, dtype=torch.int64)
 
     def result(self) -> Generation:
         now = time.perf_counter()
@@ -57,6 +64,7 @@ class _Sequence:
             logp=torch.tensor(self.logp, dtype=torch.float32),
             version=torch.tensor(self.versions, dtype=torch.int32),
             finish=self.finish or "abort",
+            top_ids=self._top_ids(),
             mass_cut=self.mass_cut / max(len(self.tokens), 1),
             seconds={"wait": started - self.times["submitted"], "run": now - started},
         )
@@ -280,6 +288,10 @@ class TorchEngine:
         )
         uniform = torch.tensor([s.uniform[len(s.tokens)] for s in sequences], dtype=torch.float64)
         drawn = draw(logits, uniform, settings, _banned(sequences, logits))
+        if wanted := max(s.top_ids for s in samplings):
+            for sequence, best in zip(sequences, logits.topk(wanted, dim=-1).indices, strict=True):
+                if sequence.request.sampling.top_ids:
+                    sequence.top_ids.append(best[: sequence.request.sampling.top_ids].clone())
         for sequence, token, logp, cut in zip(
             sequences, drawn.ids.tolist(), drawn.logp.tolist(), drawn.mass_cut.tolist(), strict=True
         ):
@@ -351,8 +363,8 @@ class TorchEngine:
         actions = torch.cat([torch.arange(a, b) for a, b in request.spans] or [torch.empty(0, dtype=torch.int64)])
         states = hidden[row[actions - 1]]
         want = request.want
-        logp, ids, top = [], [], []
-        if want.sampled or want.top_k:
+        logp, ids, top, given = [], [], [], []
+        if want.sampled or want.top_k or want.given:
             taken = request.tokens[actions]
             for at in range(0, len(states), self.logit_rows):
                 chunk = slice(at, at + self.logit_rows)
@@ -362,11 +374,15 @@ class TorchEngine:
                     best = distribution.topk(min(want.top_k, distribution.shape[-1]), dim=-1)
                     ids.append(best.indices)
                     top.append(best.values)
+                if want.given:
+                    assert request.ids is not None
+                    given.append(distribution.gather(-1, request.ids[chunk]))
         empty = torch.empty(0, want.top_k)
         return Scores(
             logp=torch.cat(logp or [torch.empty(0)]) if want.sampled else None,
             topk_ids=torch.cat(ids or [empty.long()]) if want.top_k else None,
             topk_logp=torch.cat(top or [empty]) if want.top_k else None,
+            given_logp=torch.cat(given) if given else (torch.empty(0, 0) if want.given else None),
             hidden=states.float() if want.hidden else None,
         )
 

@@ -130,7 +130,7 @@ def summarise(columns: Mapping[str, Ragged]) -> dict[str, float]:
         if len(values) == 0:
             continue
         metrics[name] = float(values.mean())
-        if name in ("loss", "divergence"):
+        if name.endswith(("loss", "divergence")):
             metrics[f"{name}_min"], metrics[f"{name}_max"] = float(values.min()), float(values.max())
         elif name == "sampler_gap":
             metrics["sampler_gap_max"] = float(values.max())
@@ -173,9 +173,11 @@ def _sum(
     """The weighted sum of all losses over a chunk. A column that an earlier loss reported too gets the later one's name
     before its own."""
     head: Callable[[Tensor], Tensor] = lambda hidden: model.head(hidden, limits.vocabulary)  # noqa: E731
-    out = ModelOut(chunk.hidden, chunk.ids, head, limits.temperature)
-    total = torch.zeros(())
+    out = ModelOut(chunk.hidden, chunk.ids, head, limits.temperature, model.values)
+    total = torch.zeros((), dtype=chunk.hidden.dtype)
     mine: dict[str, Tensor] = {}
+    if model.value_head is None and model.head.vocabulary > limits.vocabulary:
+        mine["mass_outside"] = model.head.mass_outside(chunk.hidden.detach(), limits.vocabulary)
     for number, loss in enumerate(losses):
         result = loss(out, chunk.columns)
         total = total + loss.coefficient * result.total

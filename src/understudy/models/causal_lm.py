@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from understudy.models.attention import NAME, DecodePlan, KeyValueCache, PackPlan, UnsupportedAttention
-from understudy.models.lean import make_lean
+from understudy.models.lean import LeanLinear, make_lean
 from understudy.models.llama_decode import LlamaDecoder, llama_decoder
 from understudy.models.packing import Pack, PrefixEntry, pack
 
@@ -25,7 +25,8 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
         """[…, width] → float32 [… , vocabulary]; `vocabulary` cuts ids off the end (padding of the head)."""
-        logits: Tensor = self.linear(hidden.to(self.linear.weight.dtype)).float()
+        logits: Tensor = self.linear(hidden.to(self.linear.weight.dtype))
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         if vocabulary is not None and vocabulary < logits.shape[-1]:
             logits = logits[..., :vocabulary]
         if self.scale != 1.0:
@@ -33,6 +34,11 @@ class OutputHead:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+    @torch.no_grad()
+    def mass_outside(self, hidden: Tensor, vocabulary: int) -> Tensor:
+        """[…]: probability, at temperature 1, of the ids that `vocabulary` cuts off."""
+        return self(hidden).softmax(-1)[..., vocabulary:].sum(-1)
 
     @property
     def vocabulary(self) -> int:
@@ -50,8 +56,23 @@ class CausalLM:
             raise UnsupportedAttention(f"{type(model).__name__} has no linear output head")
         self.head = _head(model, head)
         self.width = head.in_features
+        self.value_head: nn.Linear | None = None
+        """a critic has one"""
         self._decoder: LlamaDecoder | None = None
         self._adopt()
+
+    def add_value_head(self) -> None:
+        """Make a critic of it: from now on it predicts returns, at first 0 everywhere."""
+        self.value_head = LeanLinear(self.width, 1, dtype=self.model.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """[n, width] → float32 [n]: predicted returns."""
+        if self.value_head is None:
+            raise ValueError("this model has no value head: values are the critic's")
+        values: Tensor = self.value_head(hidden)
+        return values.squeeze(-1).float()
 
     def forward_pack(self, packed: Pack) -> Tensor:
         """Final hidden states [n, width] of a pack."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,21 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-@torch.no_grad()
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved weights into the parameters that learn, in place, so that whoever shares them sees them too."""
-    named = dict(trainable(model))
-    if named.keys() != tensors.keys():
-        other = sorted(named.keys() ^ tensors.keys())
+    copy_named(list(trainable(model)), tensors)
+
+
+@torch.no_grad()
+def copy_named(named: Iterable[tuple[str, nn.Parameter]], tensors: Mapping[str, Tensor]) -> None:
+    """The same for parameters given by name."""
+    parameters = dict(named)
+    if parameters.keys() != tensors.keys():
+        other = sorted(parameters.keys() ^ tensors.keys())
         raise ModelError(
             f"the checkpoint has other weights than this student ({len(other)} names differ, for instance {other[0]})"
         )
-    for name, parameter in named.items():
+    for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
             raise ModelError(
                 f"weight {name} has shape {list(tensors[name].shape)} in the checkpoint, {list(parameter.shape)} here"

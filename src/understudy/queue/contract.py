@@ -15,8 +15,8 @@ has every needed column. It is handed out whole, once, or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -59,6 +59,27 @@ class BatchRef:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def groups(self) -> list[GroupKey]:
+        """The groups whose rows it names, in order."""
+        return list(dict.fromkeys(key.group for key in self.keys))
+
+    def only(self, groups: Collection[GroupKey]) -> BatchRef:
+        """Rows of these groups; failed and stale ones stay behind."""
+        keys = tuple(key for key in self.keys if key.group in groups)
+        return BatchRef(keys, self.columns, {key: self.tags[key] for key in keys})
+
+    def without(self, groups: Collection[GroupKey]) -> BatchRef:
+        """All other rows, and what failed or was stale."""
+        kept = self.only([group for group in self.groups() if group not in groups])
+        return replace(kept, failed=self.failed, stale=self.stale)
+
+    def joined(self, other: BatchRef) -> BatchRef:
+        """Rows of both, in key order."""
+        keys = tuple(sorted((*self.keys, *other.keys)))
+        columns = tuple(name for name in self.columns if name in other.columns)
+        tags = {**self.tags, **other.tags}
+        return BatchRef(keys, columns, tags, (*self.failed, *other.failed), (*self.stale, *other.stale))
 
 
 class SampleQueue(Protocol):

@@ -155,11 +155,8 @@ class Display:
 
 def _facts(metrics: Mapping[str, float]) -> list[str]:
     """What one line has room for: the objective and the speed."""
-    facts = []
-    for name in ("kl", "loss"):
-        if name in metrics:
-            facts.append(f"{name} {number(metrics[name])}")
-            break
+    names = [name for name in ("reward", "kl", "loss") if name in metrics]
+    facts = [f"{name} {number(metrics[name])}" for name in names if name != "loss" or len(names) == 1]
     if "tokens_per_second" in metrics:
         facts.append(f"{number(metrics['tokens_per_second'])} tok/s")
     return facts

@@ -32,13 +32,14 @@ from understudy.record.measures import (
 from understudy.record.run_directory import Measured, RunDirectory
 
 _MAIN = (
+    "reward",
     "kl",
     "kl_fixed",
     "top1_agreement",
     "loss",
-    "reward",
     "entropy",
     "length",
+    "explained_variance",
     "grad_norm",
     "lr",
     "tokens_per_second",

@@ -67,7 +67,13 @@ class TeacherClient:
         name = self.route(prompt)
         teacher = self.teachers[name]
         tokens, spans = align(teacher, prompt, trajectory)
-        request = ScoreRequest(key, tokens, spans, want, name, self.deadline)
+        ids = trajectory.extra.get("student_topk_ids")
+        if want.given and ids is None:
+            raise UserError(
+                f"{key}: payloads student_top_k and union need the student's own top k, which this trajectory does not "
+                "carry: its loop must hand on Generation.top_ids as the column student_topk_ids"
+            )
+        request = ScoreRequest(key, tokens, spans, want, name, self.deadline, ids if want.given else None)
         scores = await teacher.pool.score(request)
         return _columns(scores, teacher.index)
 
@@ -118,6 +124,7 @@ def _columns(scores: Scores, index: int) -> dict[str, Tensor]:
         "teacher_logp": scores.logp,
         "teacher_topk_ids": scores.topk_ids,
         "teacher_topk_logp": scores.topk_logp,
+        "teacher_given_logp": scores.given_logp,
         "teacher_hidden": scores.hidden,
     }
     columns = {name: tensor for name, tensor in named.items() if tensor is not None}
