@@ -13,17 +13,20 @@ from understudy.errors import UserError
 RUN_CONFIG = "config.yaml"
 """The resolved configuration in a run's directory."""
 
-Handler = Callable[[argparse.Namespace], Callable[[], Path] | None]
+Handler = Callable[[argparse.Namespace], Callable[[], Path] | int | None]
 """Does what a command asks. Where that is a run, the run is handed back for `main` to make: from there to a loss it is
-not far then, and a traceback stays short."""
+not far then, and a traceback stays short. A number is the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, 2 for a mistake the user can fix, 130 for Ctrl-C."""
+    """Run one command. Returns the exit code: 0, 1 for what `certify` failed, 2 for a mistake the user can fix, 130 for
+    Ctrl-C."""
     args = _parse(argv)
     handler: Handler = args.handler
     try:
         run = handler(args)
+        if isinstance(run, int):
+            return run
         if run is not None:
             print(f"run: {run()}")
     except UserError as error:
@@ -88,6 +91,46 @@ def export_command(args: argparse.Namespace) -> None:
     print(f"exported: {args.out}")
 
 
+def plan_command(args: argparse.Namespace) -> None:
+    from understudy.config.load import load
+
+    config = load(args.recipe, args.overrides).config
+    from understudy.plan import plan, show
+
+    planned = plan(config)
+    if args.json:
+        import json
+
+        print(json.dumps(planned.as_json(), indent=1, ensure_ascii=False))
+    else:
+        show(planned)
+
+
+def certify_command(args: argparse.Namespace) -> int:
+    import torch
+
+    from understudy.certify import certify, load_file
+
+    torch.set_num_threads(1)  # toys are too small to share
+    names = load_file(args.file) if args.file is not None else None
+    from rich.console import Console
+
+    with Console(stderr=True).status("two processes") as status:
+        files = [args.file] if args.file is not None else []
+        rows = certify(
+            names, files=files, done=lambda row: status.update(f"{row.objective}, {row.payload}, {row.form}")
+        )
+    if args.json:
+        import json
+
+        print(json.dumps([row.as_json() for row in rows], indent=1, ensure_ascii=False))
+    else:
+        from understudy.certify.table import show
+
+        show(rows)
+    return 0 if all(row.passed for row in rows) else 1
+
+
 def _existing_run(name: str) -> Path:
     run = Path(name)
     if not run.is_dir():
@@ -137,6 +180,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(show)
     show.add_argument("--plain", action="store_true", help="one line per key: key = value  # origin")
 
+    plan = _command(commands, "plan", plan_command, "print what a step does, sends and needs, and run nothing", _PLAN)
+    _add_recipe(plan)
+    plan.add_argument("--json", action="store_true", help="one object instead of text and tables")
+
+    certify = _command(commands, "certify", certify_command, "prove what every objective descends", _CERTIFY)
+    certify.add_argument("--file", metavar="FILE", help="certify the objectives that this Python file registers")
+    certify.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+
     export = _command(commands, "export", export_command, "write a checkpoint as a Hugging Face directory", _EXPORT)
     export.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
     export.add_argument("out", metavar="OUT", help="directory to write")
@@ -154,6 +205,15 @@ _RESUME = "example: understudy resume runs/quickstart"
 _EVAL = """example: understudy eval runs/quickstart --checkpoint best
 example: understudy eval recipes/quickstart.yaml student.drop_layers=[]"""
 _SHOW = "example: understudy config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
+_PLAN = """example: understudy plan recipes/quickstart.yaml algorithm.objective=k2
+
+The graph of a step, the columns with their bytes per token, and a memory estimate. No model is loaded, made or
+downloaded."""
+_CERTIFY = """example: understudy certify --file my_loss.py
+
+One row for each objective, payload and form: the mean gradient of what the code computes, over everything that a tiny
+student could write, against the exact gradient of what the objective claims. Takes about a minute; exit code 1 if a row
+failed."""
 _EXPORT = """example: understudy export runs/quickstart my-model --checkpoint best
 
 The directory can then be opened with transformers' AutoModelForCausalLM.from_pretrained."""

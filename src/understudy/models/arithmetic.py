@@ -43,7 +43,7 @@ _RECIPE = 1
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipe:
     """How the model is made."""
 
@@ -84,18 +84,20 @@ def write_problems(directory: Path) -> None:
 
 
 def from_toy(path: str, report: Progress) -> Path:
-    """The directory of `toy:arithmetic` (seed 0) or `toy:arithmetic-SEED`, trained once per machine."""
-    match = re.fullmatch(r"toy:arithmetic(?:-(\d{1,9}))?", path)
+    """The directory of `toy:arithmetic` (seed 0) or `toy:arithmetic-SEED`, trained once per machine; with `-careful`
+    before the seed, of one that only ever saw right answers: a teacher."""
+    match = re.fullmatch(r"toy:arithmetic(-careful)?(?:-(\d{1,9}))?", path)
     if match is None:
         raise ModelError(
             f"unknown toy model {path!r}: there is toy:arithmetic, or toy:arithmetic-1, toy:arithmetic-2, … "
-            "for other seeds"
+            "for other seeds, and toy:arithmetic-careful (and -careful-1, …), a teacher"
         )
-    seed = int(match[1] or 0)
+    kind, seed = match[1] or "", int(match[2] or 0)
+    recipe = Recipe(correct_steps=Recipe.steps) if kind else Recipe()
     return made_once(
-        f"toy-arithmetic-{seed}-{_RECIPE}",
-        f"training a tiny model that adds, seed {seed}",
-        lambda directory: build(directory, seed, report=report),
+        f"toy-arithmetic{kind}-{seed}-{_RECIPE}",
+        f"training a tiny model that adds{', carefully' if kind else ''}, seed {seed}",
+        lambda directory: build(directory, seed, recipe, report),
         report,
     )
 

@@ -13,6 +13,7 @@ from understudy.models.attention import NAME, DecodePlan, KeyValueCache, PackPla
 from understudy.models.lean import LeanLinear, make_lean
 from understudy.models.llama_decode import LlamaDecoder, llama_decoder
 from understudy.models.packing import Pack, PrefixEntry, pack
+from understudy.policy.text import wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class OutputHead:
     def __call__(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
         """[…, width] → float32 [… , vocabulary]; `vocabulary` cuts ids off the end (padding of the head)."""
         logits: Tensor = self.linear(hidden.to(self.linear.weight.dtype))
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = wide(logits)
         if vocabulary is not None and vocabulary < logits.shape[-1]:
             logits = logits[..., :vocabulary]
         if self.scale != 1.0:
@@ -68,11 +69,11 @@ class CausalLM:
         nn.init.zeros_(self.value_head.bias)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """[n, width] → float32 [n]: predicted returns."""
+        """[n, width] → [n], float32 at least: predicted returns."""
         if self.value_head is None:
             raise ValueError("this model has no value head: values are the critic's")
         values: Tensor = self.value_head(hidden)
-        return values.squeeze(-1).float()
+        return wide(values.squeeze(-1))
 
     def forward_pack(self, packed: Pack) -> Tensor:
         """Final hidden states [n, width] of a pack."""

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 
+def wide(values: Tensor) -> Tensor:
+    """In float32 at least: half precision is widened, float64 stays."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def tempered(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Logits after temperature, in float32 at least; 0 (greedy) means temperature 1 here."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide if temperature in (0.0, 1.0) else wide / temperature
+    return wide(logits) if temperature in (0.0, 1.0) else wide(logits) / temperature
 
 
 def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
