@@ -35,6 +35,7 @@ check: $(READY)
 bench: $(READY)
 	bash bench/setup_trl.sh
 	$(BIN)/python -m bench.opd_step
+	$(BIN)/python -m bench.full_loss
 
 prove: $(READY)
 	$(BIN)/python proofs/run.py

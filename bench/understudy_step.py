@@ -58,10 +58,8 @@ class UnderstudyStepper:
         self.student_bytes = _bytes(run.parts.student.model)
         self.teacher_bytes = sum(_bytes(engine.model.model) for engine in run.parts.teacher_engines.values())
         self.loop = asyncio.new_event_loop()
-        self.scheduler = self.loop.run_until_complete(self._enter())
-
-    async def _enter(self) -> object:
-        return await self.run.parts.running().__aenter__()
+        self.running = run.parts.running()  # kept, or it would be left when nobody refers to it
+        self.loop.run_until_complete(self.running.__aenter__())
 
     def step(self) -> StepReport:
         at = self.run.step * self.per_step % len(self.prompt_tokens)

@@ -1,21 +1,24 @@
 """Proofs of learning: run a recipe and its control for real and keep what came out.
 
-    python proofs/run.py              every proof
-    python proofs/run.py quickstart   these proofs
+    python proofs/run.py                    every proof
+    python proofs/run.py quickstart         these proofs
+    python proofs/run.py --table            only write docs/proofs.md again
 
-Each writes `proofs/NAME.json`: what was run (commit, command, machine), the held-out measures before and after, those
-of the control, and every claim with the figure that was seen. Exit code 1 if a claim does not hold.
+Each writes `proofs/NAME.json`: what was run (commit, command, machine, seeds), the held-out measures before and after,
+those of the control, and every claim with the figure that was seen. Exit code 1 if a claim does not hold.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,18 +27,36 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from table import fingerprint, write_page  # beside this file
+
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_TRAINING = 180.0
-"""Seconds of training that a proof may take on two idle cores."""
+"""Seconds of training that a run may take on two idle cores."""
+SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a run left behind."""
 
+    recipe: str
     command: str
+    seed: int
     summary: dict[str, Any]
     steps: list[dict[str, Any]]
+
+    def before(self, measure: str) -> float:
+        return float(self.summary["eval"]["before"][measure])
+
+    def after(self, measure: str) -> float:
+        return float(self.summary["eval"]["after"][measure])
+
+    def fall(self, measure: str) -> float:
+        return 1 - self.after(measure) / self.before(measure)
+
+    def rise(self, measure: str) -> float:
+        return self.after(measure) - self.before(measure)
 
 
 @dataclass(frozen=True)
@@ -47,77 +68,166 @@ class Claim:
     holds: bool
 
 
-def run(recipe: str, out: Path, *overrides: str) -> Outcome:
+@dataclass(frozen=True)
+class Proof:
+    """Claims, the runs that they are about, and the runs that must not improve."""
+
+    claims: list[Claim]
+    runs: list[Outcome]
+    controls: list[Outcome]
+
+
+def run(recipe: str, out: Path, *overrides: str, seed: int = 0) -> Outcome:
     """Train a recipe in a process of its own, its display in this terminal."""
-    words = ["train", f"recipes/{recipe}.yaml", *overrides]
-    subprocess.run([sys.executable, "-m", "understudy", *words, f"out={out}", f"name={recipe}"], cwd=ROOT, check=True)
-    directory = out / recipe
-    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return Outcome("understudy " + " ".join(words), json.loads((directory / "summary.json").read_text()), steps)
+    words = ["train", f"recipes/{recipe}.yaml", *overrides, *([f"seed={seed}"] if seed else [])]
+    name = f"{recipe}-{seed}"
+    subprocess.run([sys.executable, "-m", "understudy", *words, f"out={out}", f"name={name}"], cwd=ROOT, check=True)
+    steps = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((out / name / "summary.json").read_text())
+    return Outcome(recipe, "understudy " + " ".join(words), seed, summary, steps)
 
 
-def quickstart(out: Path) -> tuple[list[Claim], Outcome, Outcome]:
+def quickstart(out: Path) -> Proof:
     """The damaged student is healed; the undamaged one has nothing to learn."""
     healed, control = run("quickstart", out), run("quickstart_control", out)
-    before, after = healed.summary["eval"]["before"], healed.summary["eval"]["after"]
-    kept = control.summary["eval"]
-    first_norm = healed.steps[0]["grad_norm"]
     largest = max(step["grad_norm"] for step in control.steps)
     claims = [
-        _claim("kl falls by at least 50%", 1 - after["kl"] / before["kl"], lambda fall: fall >= 0.5),
-        _claim("kl_fixed falls by at least 40%", 1 - after["kl_fixed"] / before["kl_fixed"], lambda fall: fall >= 0.4),
-        _claim(
-            "top1_agreement rises by at least 8 points",
-            after["top1_agreement"] - before["top1_agreement"],
-            lambda rise: rise >= 0.08,
-        ),
-        _claim("training takes at most 180 s", healed.summary["seconds"], lambda s: s <= LONGEST_TRAINING),
-        _claim(
+        at_least("kl falls by at least 50%", healed.fall("kl"), 0.5),
+        at_least("kl_fixed falls by at least 40%", healed.fall("kl_fixed"), 0.4),
+        at_least("top1_agreement rises by at least 8 points", healed.rise("top1_agreement"), 0.08),
+        _in_time([healed]),
+        at_most(
             "control: gradient norm at most 1e-3 of the damaged student's first",
-            largest / first_norm,
-            lambda r: r <= 1e-3,
+            largest / healed.steps[0]["grad_norm"],
+            1e-3,
         ),
-        _claim("control: kl before at most 1e-3", kept["before"]["kl"], lambda kl: kl <= 1e-3),
-        _claim("control: kl after at most 1e-3", kept["after"]["kl"], lambda kl: kl <= 1e-3),
+        at_most("control: kl before at most 1e-3", control.before("kl"), 1e-3),
+        at_most("control: kl after at most 1e-3", control.after("kl"), 1e-3),
     ]
-    return claims, healed, control
+    return Proof(claims, [healed], [control])
 
 
-PROOFS: dict[str, Callable[[Path], tuple[list[Claim], Outcome, Outcome]]] = {"quickstart": quickstart}
+def _arithmetic(recipe: str, out: Path) -> tuple[list[Claim], list[Outcome], list[Outcome]]:
+    """Three start models with a seed each, and the same with rewards that know nothing."""
+    runs, controls = (
+        [run(name, out, f"student.path=toy:arithmetic-{seed}", seed=seed) for seed in SEEDS]
+        for name in (recipe, f"{recipe}_random")
+    )
+    changes = [control.rise("reward") for control in controls]
+    spread = 2 * statistics.stdev(changes) / math.sqrt(len(changes))
+    claims = [
+        at_least("accuracy rises by at least 0.3 with every seed", min(r.rise("reward") for r in runs), 0.3),
+        at_least("start accuracy at least 0.15 with every seed", min(r.before("reward") for r in runs), 0.15),
+        at_most("start accuracy at most 0.5 with every seed", max(r.before("reward") for r in runs), 0.5),
+        _in_time(runs),
+        at_most(
+            "control (random rewards): mean change not above two standard errors", statistics.mean(changes), spread
+        ),
+    ]
+    return claims, runs, controls
+
+
+def grpo_arithmetic(out: Path) -> Proof:
+    """GRPO learns to carry."""
+    return Proof(*_arithmetic("grpo_arithmetic", out))
+
+
+def ppo_arithmetic(out: Path) -> Proof:
+    """PPO learns to carry, and its critic to foresee rewards."""
+    claims, runs, controls = _arithmetic("ppo_arithmetic", out)
+    ends = [statistics.mean(step["explained_variance"] for step in r.steps[-5:]) for r in runs]
+    claims.append(at_least("explained variance of the critic ends above 0.2 with every seed", min(ends), 0.2))
+    return Proof(claims, runs, controls)
+
+
+def distill_with_rewards(out: Path) -> Proof:
+    """A teacher and task rewards in one run."""
+    learned = run("distill_with_rewards", out)
+    claims = [
+        at_least("reward rises by at least 0.2", learned.rise("reward"), 0.2),
+        at_least("kl falls by at least 15%", learned.fall("kl"), 0.15),
+        _in_time([learned]),
+    ]
+    return Proof(claims, [learned], [])
+
+
+def _variant(recipe: str) -> Callable[[Path], Proof]:
+    def proof(out: Path) -> Proof:
+        learned = run(recipe, out)
+        return Proof(
+            [at_least("kl falls by at least 25%", learned.fall("kl"), 0.25), _in_time([learned])], [learned], []
+        )
+
+    return proof
+
+
+def grpo_smollm2(out: Path) -> Proof:
+    """A format reward on a real language model, recorded whatever it shows."""
+    learned = run("grpo_smollm2", out)
+    return Proof([Claim("reward changes by (no claim)", learned.rise("reward"), True)], [learned], [])
+
+
+PROOFS: dict[str, Callable[[Path], Proof]] = {
+    "quickstart": quickstart,
+    "grpo_arithmetic": grpo_arithmetic,
+    "ppo_arithmetic": ppo_arithmetic,
+    "distill_with_rewards": distill_with_rewards,
+    "quickstart_forward_kl_topk": _variant("quickstart_forward_kl_topk"),
+    "quickstart_top_k": _variant("quickstart_top_k"),
+    "quickstart_k3": _variant("quickstart_k3"),
+    "quickstart_k1_reward": _variant("quickstart_k1_reward"),
+    "grpo_smollm2": grpo_smollm2,
+}
 
 
 def prove(name: str) -> bool:
     """Run one proof, show it and write it down."""
+    commit, dirty = _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--untracked-files=no"))
     with tempfile.TemporaryDirectory(prefix="understudy-proof-") as directory:
-        claims, proof, control = PROOFS[name](Path(directory))
-    passed = all(claim.holds for claim in claims)
+        proof = PROOFS[name](Path(directory))
+    passed = all(claim.holds for claim in proof.claims)
     record = {
         "proof": name,
         "passed": passed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "fingerprint": fingerprint(ROOT, sorted({o.recipe for o in (*proof.runs, *proof.controls)})),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "command": proof.command,
-        "before": proof.summary["eval"]["before"],
-        "after": proof.summary["eval"]["after"],
-        "seconds": proof.summary["seconds"],
-        "steps": proof.summary["steps"],
-        "control": {"command": control.command, **control.summary["eval"]},
-        "claims": [{"claim": claim.text, "figure": claim.figure, "holds": claim.holds} for claim in claims],
+        "command": proof.runs[0].command,
+        "seeds": [outcome.seed for outcome in proof.runs],
+        "before": proof.runs[0].summary["eval"]["before"],
+        "after": proof.runs[0].summary["eval"]["after"],
+        "seconds": max(outcome.summary["seconds"] for outcome in proof.runs),
+        "runs": [_record(outcome) for outcome in proof.runs],
+        "control": [_record(outcome) for outcome in proof.controls],
+        "claims": [{"claim": claim.text, "figure": claim.figure, "holds": claim.holds} for claim in proof.claims],
     }
     (ROOT / "proofs" / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     table = Table(title=f"{name}: {'proven' if passed else 'NOT proven'}", title_justify="left")
     for heading in ("claim", "figure", "holds"):
         table.add_column(heading)
-    for claim in claims:
+    for claim in proof.claims:
         table.add_row(claim.text, f"{claim.figure:.4g}", "yes" if claim.holds else "[bold red]no[/bold red]")
     Console().print(table)
     return passed
 
 
-def _claim(text: str, figure: float, holds: Callable[[float], bool]) -> Claim:
-    return Claim(text, figure, holds(figure))
+def _record(outcome: Outcome) -> dict[str, Any]:
+    kept = {"command": outcome.command, "seed": outcome.seed, **outcome.summary["eval"]}
+    return {**kept, "seconds": outcome.summary["seconds"], "steps": outcome.summary["steps"]}
+
+
+def at_least(text: str, figure: float, bound: float) -> Claim:
+    return Claim(text, figure, figure >= bound)
+
+
+def at_most(text: str, figure: float, bound: float) -> Claim:
+    return Claim(text, figure, figure <= bound)
+
+
+def _in_time(runs: Sequence[Outcome]) -> Claim:
+    return at_most("training takes at most 180 s", max(r.summary["seconds"] for r in runs), LONGEST_TRAINING)
 
 
 def _git(*words: str) -> str:
@@ -132,11 +242,13 @@ def _cpu() -> str:
 
 
 def main() -> int:
-    unknown = [name for name in sys.argv[1:] if name not in PROOFS]
+    asked = [word for word in sys.argv[1:] if word != "--table"]
+    unknown = [name for name in asked if name not in PROOFS]
     if unknown:
         print(f"no proof is named {', '.join(unknown)}; there are {', '.join(PROOFS)}", file=sys.stderr)
         return 2
-    outcomes = [prove(name) for name in sys.argv[1:] or PROOFS]
+    outcomes = [] if "--table" in sys.argv[1:] else [prove(name) for name in asked or PROOFS]
+    write_page(ROOT)
     return 0 if all(outcomes) else 1
 
 

@@ -168,7 +168,9 @@ def test_the_note_says_what_is_optimised(settings: dict[str, Any], said: str) ->
 def test_supervised_is_the_divergence_whatever_token_was_taken(objective: str, payload: str, token: int) -> None:
     logits, teacher = random(3, VOCABULARY, seed=0), random(3, VOCABULARY, seed=1)
     ids = torch.full((3,), token)
-    out, slope = evaluate(build(objective=objective, payload=payload, settings=Settings(beta=0.3)), logits, ids, teacher)
+    out, slope = evaluate(
+        build(objective=objective, payload=payload, settings=Settings(beta=0.3)), logits, ids, teacher
+    )
     leaf = logits.clone().requires_grad_()
     q, p = leaf.log_softmax(-1), teacher.log_softmax(-1)
     if payload == "top_k":

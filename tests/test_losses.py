@@ -34,7 +34,6 @@ def forward_kl_top_k(student: Tensor, ids: Tensor, teacher: Tensor) -> Tensor:
     return forward_kl(buckets(student, ids), teacher_buckets(teacher, None, student.shape[-1]))
 
 
-
 def best(teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Ids and log-probs of the teacher's k most likely tokens."""
     top = teacher.topk(k, dim=-1)

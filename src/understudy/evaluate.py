@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from understudy.agent_loop.contract import derive_seed, render_prompt
 from understudy.agent_loop.worker import EpisodeFailure
+from understudy.algorithms.contract import Episodes
 from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
 from understudy.assemble import Parts, assemble
 from understudy.checkpoint import CheckpointStore, load
@@ -93,7 +94,8 @@ class Evaluator:
             metrics["kl_fixed"] = _mean(fixed["kl_forward"])
             metrics["top1_agreement"] = _mean(fixed["top1_agreement"])
         if "reward" in batch.rows:
-            metrics["reward"] = float(batch.rows["reward"].double().mean())
+            last = Episodes.of(batch).reward_row
+            metrics["reward"] = float(batch.rows["reward"][last].double().mean())
         metrics["entropy"] = _mean(own["entropy"])
         metrics["length"] = float(own["entropy"].lengths.double().mean())
         return Evaluation(metrics, self._samples(batch, own["kl"] if parts.heads else None))

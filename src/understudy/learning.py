@@ -57,10 +57,10 @@ def prepare(
     """Add what the losses need and rollout could not give; it is held fixed during the updates."""
     signals: list[Signal] = []
     if "old_logp" in algorithm.derives:
-        signals.append(Signal(columns=measure(student.model, batch, [ReadLogp()], limits)))
+        signals.append(_read(student, batch, ReadLogp(), limits))
     if "values" in algorithm.derives:
         assert critic is not None
-        signals.append(Signal(columns=measure(critic.model, batch, [ReadValues()], limits)))
+        signals.append(_read(critic, batch, ReadValues(), limits))
     if algorithm.over_rows is not None:
         signals.append(algorithm.over_rows(batch.rows, Episodes.of(batch)))
     metrics: dict[str, float] = {}
@@ -71,6 +71,12 @@ def prepare(
         signal = algorithm.over_columns(batch)
         batch, metrics = signal.added_to(batch), {**metrics, **signal.metrics}
     return batch, metrics
+
+
+def _read(who: Trainable, batch: Batch, reader: Loss, limits: Limits) -> Signal:
+    """The column that the reader is named after, and none of those that are measured beside it."""
+    found = measure(who.model, batch, [reader], limits)
+    return Signal(columns={name: column for name, column in found.items() if name == reader.name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +170,16 @@ def _in_order(parts: Sequence[tuple[list[int], dict[str, Ragged]]]) -> dict[str,
         for numbers, columns in present:
             rows |= dict(zip(numbers, columns[name].rows(), strict=True))
         empty = like.values[:0]
-        ordered = [rows.get(number, empty) for number in range(max(rows) + 1)]
+        ordered = [rows.get(number, empty) for number in range(sum(len(numbers) for numbers, _ in parts))]
         result[name] = Ragged.from_rows(ordered, dtype=like.values.dtype, trailing=like.trailing)
     return result
 
 
 async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
-    """Groups whose episodes all have the same reward: they teach nothing."""
+    """Groups whose episodes all have the same reward, that of their last trajectories: they teach nothing."""
     batch = await queue.get(ref, ("reward",))
+    last = dict(zip((key.episode for key in batch.keys), batch.rows["reward"].tolist(), strict=True))
     rewards: dict[GroupKey, set[float]] = {}
-    for key, reward in zip(batch.keys, batch.rows["reward"].tolist(), strict=True):
-        rewards.setdefault(key.group, set()).add(reward)
+    for episode, reward in last.items():
+        rewards.setdefault(episode.group, set()).add(reward)
     return [group for group, seen in rewards.items() if len(seen) == 1]

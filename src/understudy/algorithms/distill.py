@@ -11,7 +11,7 @@ from torch import Tensor
 from understudy.algorithms.advantages import return_to_go, whiten
 from understudy.algorithms.contract import Algorithm, Episodes, Payload, Signal, TeacherHead
 from understudy.algorithms.objectives import OBJECTIVES, Form, Objective, Settings
-from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, common, task_signal
+from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, common, sampler_gap, task_signal
 from understudy.data.trajectory import Batch
 from understudy.losses import distillation, fused
 from understudy.losses.contract import Loss, LossSum, ModelOut
@@ -64,7 +64,7 @@ class Divergence:
         seen = {
             "student_logp": judged.logp,
             "entropy": judged.entropy,
-            "sampler_gap": (judged.logp - columns["behaviour_logp"]).abs(),
+            "sampler_gap": sampler_gap(judged.logp, columns),
             "teacher_logp": judged.teacher_logp,
             "settled": judged.settled.float(),
             "floored": (judged.floored > 0).float(),

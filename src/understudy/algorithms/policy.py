@@ -53,8 +53,13 @@ class PolicySettings:
 def common(out: ModelOut, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Per-action columns of every loss over tokens."""
     logp = out.logp.detach()
-    gap = (logp - columns["behaviour_logp"]).abs()
-    return {"student_logp": logp, "entropy": out.entropy.detach(), "sampler_gap": gap}
+    return {"student_logp": logp, "entropy": out.entropy.detach(), "sampler_gap": sampler_gap(logp, columns)}
+
+
+def sampler_gap(logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """[actions]: how far learner and sampler are apart with the same weights. What updates have moved is not counted,
+    where the log-probs of before them are known."""
+    return (columns.get("old_logp", logp) - columns["behaviour_logp"]).abs()
 
 
 @dataclass(frozen=True, slots=True)

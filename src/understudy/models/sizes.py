@@ -1,0 +1,136 @@
+"""What is known of a model without its weights: built from config.json on torch's meta device, nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from understudy.config.schema import Lora, Model, Student
+from understudy.models.dtype import choose_dtype
+from understudy.models.loading import apply_lora, cut_layers
+from understudy.models.sources import SMOLLM2, ModelError, resolve
+from understudy.models.weights import trainable
+
+_SMOLLM2_SHAPE: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+"""Known beforehand, so that the first recipe a newcomer plans has sizes before its model has been converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Some parameters of a model."""
+
+    numbers: int
+    tensors: int
+    bytes: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> Weights:
+        found = list(parameters)
+        return cls(sum(p.numel() for p in found), len(found), sum(p.nbytes for p in found))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is known of a model without its weights."""
+
+    plain: Weights
+    """without an adapter"""
+    adapted: Weights
+    """with it, if there is one"""
+    learns: Weights
+    """of a student: what the optimizer changes"""
+    critic: Weights
+    """of the same model as a critic: with a value head, without an adapter"""
+    critic_learns: Weights
+    """all of that but an output head of its own"""
+    width: int
+    vocabulary: int
+    cached: int
+    """bytes of keys and values per token, all layers"""
+    kept: int
+    """bytes per token, all layers, that a forward pass keeps for the way back"""
+
+
+class _NotMade(Exception):
+    """The model would have to be made or fetched first."""
+
+
+def model_sizes(settings: Model, lora: Lora | None = None) -> Sizes | None:
+    """From config.json alone, with layers cut and the adapter on; None if there is no such file yet."""
+    config = _model_config(settings.path)
+    if config is None:
+        return None
+    dtype, _ = choose_dtype(settings.dtype, "cpu")
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{settings.path} describes no causal language model that can be built: {error}") from error
+    if isinstance(settings, Student) and settings.drop_layers:
+        cut_layers(model, settings.drop_layers)
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{settings.path}: {type(model).__name__} has no linear output head")
+    plain = list(model.parameters())
+    critic = [*plain, *nn.Linear(head.in_features, 1, dtype=dtype, device="meta").parameters()]
+    tied = head.weight is model.get_input_embeddings().weight
+    if lora is not None:
+        apply_lora(model, lora, seed=0)
+    cached, kept = _per_token(model.config.get_text_config(), lora)
+    return Sizes(
+        plain=Weights.of(plain),
+        adapted=Weights.of(model.parameters()),
+        learns=Weights.of(parameter for _, parameter in trainable(model)),
+        critic=Weights.of(critic),
+        critic_learns=Weights.of(parameter for parameter in critic if tied or parameter is not head.weight),
+        width=head.in_features,
+        vocabulary=head.out_features,
+        cached=cached * dtype.itemsize,
+        kept=kept * dtype.itemsize,
+    )
+
+
+def _per_token(config: PretrainedConfig, lora: Lora | None) -> tuple[int, int]:
+    """Numbers in the key-value cache, and numbers kept for the way back.
+
+    Kept, in each layer of a Llama-like model: both norms' inputs and outputs, queries, keys and values (repeated for
+    every head), what attention gives (twice), and the feed-forward layer's gate and up. An adapter keeps what follows
+    from those two as well, and its own small products.
+    """
+    settings = config.to_dict()
+    width, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    head_width = settings.get("head_dim") or width // heads
+    cached = 2 * (settings.get("num_key_value_heads") or heads) * head_width
+    inner = settings.get("intermediate_size") or 4 * width
+    kept = 4 * width + 5 * heads * head_width + (2 if lora is None else 4) * inner + (7 * lora.rank if lora else 0)
+    return layers * cached, layers * kept
+
+
+def _model_config(path: str) -> PretrainedConfig | None:
+    def refuse(line: str) -> None:
+        raise _NotMade  # a source that has the model at hand has nothing to tell
+
+    try:
+        directory = resolve(path, refuse)
+    except _NotMade:
+        return AutoConfig.for_model("llama", **_SMOLLM2_SHAPE) if path == SMOLLM2 else None
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{directory / 'config.json'} describes no model that transformers knows: {error}") from error
+    assert isinstance(config, PretrainedConfig)
+    return config

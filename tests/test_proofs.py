@@ -1,0 +1,106 @@
+"""The records of learning: what makes one stale, and that the page says what the records say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "proofs"))
+
+import run as proofs  # noqa: E402
+import table  # noqa: E402
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project in small: a package, a recipe that extends another and reads data and a plugin, and unrelated files."""
+    files = {
+        "src/understudy/train.py": "code",
+        "src/understudy/losses/a.py": "code",
+        "src/understudy/cli.py": "unrelated",
+        "src/understudy/record/report.py": "unrelated",
+        "recipes/child.yaml": "extends: base.yaml\nplugins: [plugins/mine.py]\n",
+        "recipes/base.yaml": "data: {train: data/train.jsonl}\n",
+        "recipes/other.yaml": "steps: 1\n",
+        "recipes/data/train.jsonl": "{}",
+        "recipes/plugins/mine.py": "code",
+        "docs/x.md": "words",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "proofs").mkdir()
+    return tmp_path
+
+
+def record(project: Path, **changed: Any) -> dict[str, Any]:
+    run = {"command": "understudy train recipes/child.yaml"}
+    content = {
+        "proof": "child",
+        "passed": True,
+        "date": "2026-01-02T03:04:05+00:00",
+        "fingerprint": table.fingerprint(project, ["child"]),
+        "runs": [run],
+        "control": [],
+        "claims": [{"claim": "it learns", "figure": 0.51234, "holds": True}],
+    }
+    (project / "proofs" / "child.json").write_text(json.dumps({**content, **changed}))
+    return content
+
+
+@pytest.mark.parametrize(
+    ("name", "matters"),
+    [
+        ("src/understudy/train.py", True),
+        ("src/understudy/losses/a.py", True),
+        ("recipes/child.yaml", True),
+        ("recipes/base.yaml", True),
+        ("recipes/data/train.jsonl", True),
+        ("recipes/plugins/mine.py", True),
+        ("recipes/other.yaml", False),
+        ("src/understudy/cli.py", False),
+        ("src/understudy/record/report.py", False),
+        ("docs/x.md", False),
+    ],
+)
+def test_a_record_is_stale_when_what_it_proves_has_changed(project: Path, name: str, matters: bool) -> None:
+    record(project)
+    assert [row["stale"] for row in table.rows(project)] == [False]
+    (project / name).write_text((project / name).read_text() + "\n# changed\n")
+    assert [row["stale"] for row in table.rows(project)] == [matters]
+    assert (", stale" in table.page(project)) == matters
+
+
+def test_the_page_says_what_the_records_say(project: Path) -> None:
+    record(project)
+    line = next(line for line in table.page(project).splitlines() if line.startswith("| `child`"))
+    assert line == "| `child` | proven | it learns | 0.512 | 2026-01-02 |"
+    record(project, passed=False, claims=[{"claim": "it learns", "figure": 0.1, "holds": False}])
+    assert "| **not proven** | it learns | 0.1 (does not hold) |" in table.page(project)
+
+
+def test_claims_are_decided_by_their_figures() -> None:
+    assert proofs.at_least("x", 0.5, 0.5).holds
+    assert not proofs.at_least("x", 0.4999, 0.5).holds
+    assert proofs.at_most("x", 1.0, 1.0).holds
+    assert not proofs.at_most("x", float("nan"), 1.0).holds
+    assert not proofs.at_least("x", float("nan"), 1.0).holds
+
+
+def test_every_proof_has_its_recipes() -> None:
+    for name in proofs.PROOFS:
+        assert (ROOT / "recipes" / f"{name}.yaml").is_file(), name
+
+
+def test_the_page_of_the_docs_is_made_from_the_records() -> None:
+    """Staleness aside, which depends on the moment."""
+    kept = sorted((ROOT / "proofs").glob("*.json"))
+    if not kept:
+        pytest.skip("no proof has been run yet")
+    page = (ROOT / "docs" / "proofs.md").read_text()
+    assert page.replace(", stale", "") == table.page(ROOT).replace(", stale", "")
