@@ -253,6 +253,7 @@ def test_a_finished_run_stays_as_it_is(finished: Path) -> None:
 def test_a_run_can_be_extended(finished: Path, tmp_path: Path) -> None:
     first_line = (finished / "validation.jsonl").read_text().splitlines()[0]
     assert main(["resume", str(finished), "--steps", "6"]) == 0
+    assert "steps: 6" in (finished / "config.yaml").read_text().splitlines(), "a later resume goes there too"
     longer = understudy.train(tiny.config(tmp_path, name="longer", steps=6, validation={"every": 2}))
     assert tiny.same(tiny.weights(finished), tiny.weights(longer))
     assert [line["step"] for line in tiny.lines(finished / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]

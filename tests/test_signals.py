@@ -35,7 +35,8 @@ BASE = ("tokens", "mask", "behaviour_logp")
 def settings(algorithm: dict[str, Any], **sections: Any) -> dict[str, Any]:
     """The least that a run must say; teachers or rewards, whichever the algorithm learns from."""
     judges = {"teachers": TEACHERS} if algorithm.get("name", "distill") == "distill" else {"rewards": RIGHT}
-    return {"student": {"path": "small"}, "data": {"train": "p.jsonl"}, "algorithm": algorithm, **judges, **sections}
+    models = {"student": {"path": "small"}, "data": {"train": "p.jsonl"}}
+    return {**models, "rollout": {"samples": 2}, "algorithm": algorithm, **judges, **sections}
 
 
 def config(algorithm: dict[str, Any], **sections: Any) -> Config:
@@ -127,7 +128,7 @@ def test_settings_reach_the_policy_gradient() -> None:
         "importance_cap": 3.0,
     }
     more = {"entropy": 0.01, "kl": 0.2, "kl_estimator": "k2", "baseline": "none", "scale": "batch_std"}
-    chosen = config({"name": "grpo", **numbers, **more}, rollout={"max_tokens": 17})
+    chosen = config({"name": "grpo", **numbers, **more}, rollout={"max_tokens": 17, "samples": 2})
     policy = policy_settings(chosen)
     assert asdict(policy) == {**numbers, **more, "max_tokens": 17, "several_updates": False}
     assert policy_settings(config({"name": "ppo", "kl": 0.2, "kl_in": "reward"})).kl == 0, "it is not in the loss"

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from understudy.checkpoint import load
+from understudy.config.load import dump
 from understudy.config.schema import Config, Distill
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Episode, Prompt
@@ -122,8 +123,10 @@ def mass_cut(episodes: Sequence[Episode]) -> float:
 
 
 def check_budget(run: Run, ref: BatchRef, step: int) -> None:
-    """Failed groups are shown and counted; too many stop the run."""
+    """Failed groups are shown and counted; too many in one step stop the run."""
     run.failures.extend(failure.reason for failure in ref.failed)
+    for failure in ref.failed:
+        run.display.note(f"step {step}: group {failure.group.uid} failed: {failure.reason}")
     allowed = run.parts.config.rollout.max_failed_groups
     if len(ref.failed) > allowed or not ref.keys:
         reasons = "\n  ".join(sorted({failure.reason for failure in ref.failed})[:5])
@@ -243,6 +246,7 @@ def restore(run: Run) -> None:
     run.checkpoints.recover()
     if not run.checkpoints.steps():
         run.directory.rewind(0)
+        run.directory.keep_config(dump(run.parts.config))
         run.display.note("no checkpoint yet: starting from the beginning")
         return
     found = load(run.checkpoints.latest())
@@ -255,6 +259,7 @@ def restore(run: Run) -> None:
     run.step, run.version = found.step, found.state["version"]
     run.failures = list(found.state["failures"])
     run.directory.rewind(found.step)
+    run.directory.keep_config(dump(run.parts.config))
     if found.state["threads"] != torch.get_num_threads():
         run.display.note(
             f"the checkpoint was made with {found.state['threads']} threads, this run uses "

@@ -162,6 +162,7 @@ async def _rollout(run: Run, step: int) -> tuple[BatchRef, list[Prompt], Episode
         run.replaced += len(dropped)
         await parts.queue.clear(ref.only(dropped))
         ref, prompts = ref.without(dropped).joined(others), [*prompts, *more]
+    history.check_budget(run, ref, step)
     return ref, prompts, times
 
 
@@ -180,14 +181,11 @@ async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTime
     async with scoring_tasks() as scoring:
         async for outcome in episodes:
             if isinstance(outcome, EpisodeFailure):
-                run.display.note(f"step {step}: group {outcome.key.uid} failed: {outcome.reason}")
                 await parts.queue.fail(outcome.key.group, outcome.reason)
             else:
                 times.add(outcome)
                 scoring.create_task(scorer(outcome, step))
-    ref = await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
-    history.check_budget(run, ref, step)
-    return ref
+    return await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
 
 
 class _Callable(ModuleType):

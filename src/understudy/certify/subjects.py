@@ -110,7 +110,7 @@ def _config(algorithm: dict[str, Any]) -> schema.Config:
             "rewards": {"reward": {"function": "exact_match"}} if tasked else {},
             "data": {"train": "prompts.jsonl"},
             "plugins": ["plugin.py"],
-            "rollout": {"max_tokens": LONGEST, "temperature": TEMPERATURE},
+            "rollout": {"max_tokens": LONGEST, "temperature": TEMPERATURE, "samples": 2},
             "algorithm": algorithm,
         }
     )

@@ -15,7 +15,8 @@ class ReadWhen(dict[str, tuple[Any, ...] | Callable[[Any], bool]]):
     """Marks a field, or a whole section, that is read only when other keys (dotted, from the root) say so.
 
     Each key comes with the values it may have, or with a test: `ReadWhen({"data.validation": bool})` is read when
-    there is such a file. A section's value is the section; `teachers` is a dict. All keys must agree.
+    there is such a file. A section's value is the section; `teachers` is a dict; "" is the whole config. All keys must
+    agree.
     """
 
 
@@ -57,8 +58,9 @@ class Teacher(Model):
     """Tokens that one scoring batch holds at most (a longer sequence is a batch of its own)."""
 
 
-def _privileged(teachers: dict[str, Teacher]) -> bool:
-    return any(teacher.system_prompt is not None for teacher in teachers.values())
+def _reads_truth(config: Any) -> bool:
+    """Rewards and teachers' own prompts do."""
+    return bool(config.rewards) or any(teacher.system_prompt is not None for teacher in config.teachers.values())
 
 
 class Data(Section):
@@ -68,7 +70,7 @@ class Data(Section):
     """Held-out prompts, same formats."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
-    ground_truth_column: Annotated[str, ReadWhen({"teachers": _privileged})] = "ground_truth"
+    ground_truth_column: Annotated[str, ReadWhen({"": _reads_truth})] = "ground_truth"
     """Column with the right answer, if there is one."""
     teacher_column: Annotated[str | None, ReadWhen({"teachers": lambda teachers: len(teachers) > 1})] = None
     """Column that names the teacher of each row; needed with several teachers."""
@@ -187,9 +189,9 @@ class Policy(Section):
     importance_cap: Annotated[float, ReadWhen({"algorithm.importance": ("truncate", "mask")})] = Field(2.0, gt=1)
     """Largest ratio between learner and sampler (mask: and its inverse the smallest)."""
     epochs: Annotated[int, _clipped] = Field(1, ge=1)
-    """Times that a batch is learned from."""
+    """Times that a batch is learned from; supervised distillation learns from it once."""
     minibatches: Annotated[int, _clipped] = Field(1, ge=1)
-    """Updates per epoch: the batch is cut into so many parts, episodes whole."""
+    """Updates per epoch: the batch is cut into so many parts, episodes whole; supervised distillation makes one."""
 
 
 class Distill(Policy):
@@ -229,6 +231,8 @@ class Distill(Policy):
 
     @model_validator(mode="after")
     def _fits(self) -> Distill:
+        if self.form == "supervised" and self.task_weight == 0 and self.epochs * self.minibatches > 1:
+            raise ValueError("supervised distillation makes one update per batch: epochs and minibatches stay at 1")
         if self.objective == "k1" and self.form == "supervised":
             raise ValueError(
                 "objective k1 has no gradient in expectation when differentiated: "
@@ -430,6 +434,11 @@ class Config(Section):
         else:
             if not self.rewards:
                 raise ValueError(f"algorithm {name} learns from rewards: name one under rewards")
+            if isinstance(self.algorithm, Grpo) and self.rollout.samples == 1 and self.algorithm.baseline != "none":
+                raise ValueError(
+                    "algorithm grpo compares the answers to one prompt: rollout.samples must be at least 2 "
+                    "(or algorithm.baseline none)"
+                )
             if self.teachers:
                 raise ValueError(f"algorithm {name} reads no teachers: remove them, or use distill with rewards")
         if len(self.teachers) > 1 and self.data.teacher_column is None:

@@ -66,8 +66,8 @@ def _holds(expected: Any, value: Any) -> bool:
 
 
 def _value(config: Config, key: str) -> Any:
-    """The value of a dotted key of the schema."""
+    """The value of a dotted key of the schema; of "" the whole."""
     value: Any = config
-    for name in key.split("."):
+    for name in key.split(".") if key else ():
         value = value[name] if isinstance(value, dict) else value.__dict__[name]
     return value

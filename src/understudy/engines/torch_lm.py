@@ -288,7 +288,7 @@ class TorchEngine:
         )
         uniform = torch.tensor([s.uniform[len(s.tokens)] for s in sequences], dtype=torch.float64)
         drawn = draw(logits, uniform, settings, _banned(sequences, logits))
-        if wanted := max(s.top_ids for s in samplings):
+        if wanted := min(max(s.top_ids for s in samplings), logits.shape[-1]):
             for sequence, best in zip(sequences, logits.topk(wanted, dim=-1).indices, strict=True):
                 if sequence.request.sampling.top_ids:
                     sequence.top_ids.append(best[: sequence.request.sampling.top_ids].clone())
@@ -382,9 +382,14 @@ class TorchEngine:
             logp=torch.cat(logp or [torch.empty(0)]) if want.sampled else None,
             topk_ids=torch.cat(ids or [empty.long()]) if want.top_k else None,
             topk_logp=torch.cat(top or [empty]) if want.top_k else None,
-            given_logp=torch.cat(given) if given else (torch.empty(0, 0) if want.given else None),
+            given_logp=torch.cat(given or [torch.empty(0, _width(request))]) if want.given else None,
             hidden=states.float() if want.hidden else None,
         )
+
+
+def _width(request: ScoreRequest) -> int:
+    """Ids that the request names at each action."""
+    return request.ids.shape[-1] if request.ids is not None else 0
 
 
 def _banned(sequences: list[_Sequence], logits: Tensor) -> Tensor | None:

@@ -20,7 +20,20 @@ def build_optimizer(settings: Settings, named: Sequence[tuple[str, nn.Parameter]
     groups = [group for group in groups if group["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    _reserve(optimizer)
+    return optimizer
+
+
+def _reserve(optimizer: torch.optim.AdamW) -> None:
+    """Take the memory of gradients and moments now, pages and all: a run that does not fit fails before it starts, and
+    the first step is not slower than the others."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad, first, second = (torch.empty_like(parameter).zero_() for _ in range(3))
+            parameter.grad = grad
+            step = torch.zeros((), dtype=torch.float32)
+            optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
 
 def learning_rate(settings: Settings, step: int, steps: int) -> float:

@@ -114,6 +114,11 @@ class RunDirectory:
         write_atomic(run.path / "config.yaml", config_yaml)
         return run
 
+    def keep_config(self, config_yaml: str) -> None:
+        """A resumed run that was told to go further remembers it."""
+        if config_yaml != self.config_yaml():
+            write_atomic(self.path / "config.yaml", config_yaml)
+
     def require_free(self) -> None:
         """Refuse a place that holds a run already, or cannot hold one."""
         if self.path.exists() and not self.path.is_dir():
