@@ -113,7 +113,7 @@ def _arithmetic(recipe: str, out: Path) -> tuple[list[Claim], list[Outcome], lis
         [run(name, out, f"student.path=toy:arithmetic-{seed}", seed=seed) for seed in SEEDS]
         for name in (recipe, f"{recipe}_random")
     )
-    changes = [control.rise("reward") for control in controls]
+    changes = [control.rise("reward_right") for control in controls]
     spread = 2 * statistics.stdev(changes) / math.sqrt(len(changes))
     claims = [
         at_least("accuracy rises by at least 0.3 with every seed", min(r.rise("reward") for r in runs), 0.3),

@@ -24,7 +24,15 @@ from understudy.config.schema import Config
 from understudy.config.show import show
 from understudy.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
 from understudy.errors import UserError
-from understudy.signals import build_algorithm, policy_settings, prompt_text, reward_judge, reward_pool, schedule
+from understudy.signals import (
+    build_algorithm,
+    part_means,
+    policy_settings,
+    prompt_text,
+    reward_judge,
+    reward_pool,
+    schedule,
+)
 
 ROOT = Path(__file__).parent.parent
 RIGHT = {"right": {"function": "exact_match"}}
@@ -214,10 +222,18 @@ def test_a_reward_that_the_loop_gave_is_not_judged_again() -> None:
     row = Trajectory(torch.tensor([1]), torch.tensor([True]), torch.zeros(1), torch.zeros(1, dtype=torch.int32))
     prompt = Prompt(uid=0, row=1, source="p.jsonl", messages=(Message("user", "hi"),))
     episode = Episode(EpisodeKey("train", 0, 0), prompt, (row, replace(row, reward=0.75)))
-    judge = reward_judge(pool, lambda ids: "text")
-    assert asyncio.run(judge(episode)) == {"reward": torch.tensor(0.75)}  # type: ignore[arg-type]
+    judge = reward_judge(pool, ("right",), lambda ids: "text")
+    columns = asyncio.run(judge(episode))  # type: ignore[arg-type]
+    assert float(columns["reward"]) == 0.75
+    assert columns["reward_parts"].isnan().tolist() == [True]
     with pytest.raises(RuntimeError, match="start the reward pool"):
         asyncio.run(judge(replace(episode, reward_from=0)))  # type: ignore[arg-type]
+
+
+def test_parts_of_rewards_are_means_over_episodes_that_have_them() -> None:
+    parts = torch.tensor([[1.0, 0.0], [float("nan"), float("nan")], [0.0, 0.0]])
+    assert part_means(parts, ("right", "gold")) == {"reward_right": 0.5, "reward_gold": 0.0}
+    assert part_means(parts[:, :1], ("right",)) == {}, "one reward is the reward"
 
 
 def test_a_prompt_is_read_by_its_last_user_message() -> None:

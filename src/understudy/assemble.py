@@ -111,7 +111,9 @@ class Parts:
         if self.rewards is None:
             return EpisodeScorer(self.queue, tuple(judges))
         decode = partial(self.tokenizer.decode, skip_special=True)
-        return EpisodeScorer(self.queue, tuple(judges), (reward_judge(self.rewards, decode),))
+        return EpisodeScorer(
+            self.queue, tuple(judges), (reward_judge(self.rewards, tuple(self.config.rewards), decode),)
+        )
 
     def sampling(self, settings: TextSampling, *, training: bool = False) -> Sampling:
         wants_own = training and self.algorithm.payload in ("student_top_k", "union")

@@ -33,10 +33,11 @@ from understudy.learner.update import measure
 from understudy.models.weights import copy_into
 from understudy.record.run_directory import EvalSample
 from understudy.scoring import scoring_tasks
-from understudy.signals import prompt_text
+from understudy.signals import part_means, prompt_text
 
 BASE = ("tokens", "mask", "behaviour_logp")
 TEACHER = ("teacher_hidden", "teacher_index")
+REWARD = ("reward", "reward_parts")
 FULL = Want(hidden=True)
 Progress = Callable[[str, int, int], None]
 
@@ -96,6 +97,7 @@ class Evaluator:
         if "reward" in batch.rows:
             last = Episodes.of(batch).reward_row
             metrics["reward"] = float(batch.rows["reward"][last].double().mean())
+            metrics |= part_means(batch.rows["reward_parts"][last], tuple(parts.config.rewards))
         metrics["entropy"] = _mean(own["entropy"])
         metrics["length"] = float(own["entropy"].lengths.double().mean())
         return Evaluation(metrics, self._samples(batch, own["kl"] if parts.heads else None))
@@ -123,7 +125,7 @@ class Evaluator:
                 if isinstance(outcome, EpisodeFailure):
                     raise UserError(f"validation failed: {outcome.reason}\n{outcome.detail}")
                 tasks.create_task(scorer(outcome, step=-1))
-        needs = (*BASE, *(TEACHER if parts.heads else ()), *(("reward",) if parts.rewards is not None else ()))
+        needs = (*BASE, *(TEACHER if parts.heads else ()), *(REWARD if parts.rewards is not None else ()))
         ref = await parts.queue.take("validation", needs, len(prompts))
         if ref.failed:
             raise UserError(f"validation failed: {ref.failed[0].reason}")

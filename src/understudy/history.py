@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from understudy.algorithms.contract import Episodes
 from understudy.checkpoint import load
 from understudy.config.load import dump
 from understudy.config.schema import Config, Distill
@@ -28,7 +29,7 @@ from understudy.record.display import final_table
 from understudy.record.report import write_report
 from understudy.record.run_directory import RolloutRow, RunDirectory
 from understudy.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
-from understudy.signals import prompt_text
+from understudy.signals import part_means, prompt_text
 
 if TYPE_CHECKING:
     from understudy.train import Run
@@ -94,6 +95,10 @@ async def record(
 ) -> None:
     """One line of metrics for the step, and its episodes if the recipe keeps them."""
     actions = int(batch.columns["mask"].values.sum())
+    if len(run.parts.config.rewards) > 1:
+        judged = await run.parts.queue.get(ref, ("reward_parts",))
+        last = Episodes.of(judged).reward_row
+        metrics |= part_means(judged.rows["reward_parts"][last], tuple(run.parts.config.rewards))
     metrics |= {
         "tokens": float(actions),
         "length": actions / len(batch),

@@ -115,13 +115,15 @@ def reward_pool(config: Config) -> RewardPool | None:
     return RewardPool(specs, config.plugins)
 
 
-def reward_judge(pool: RewardPool, decode: Callable[[list[int]], str]) -> EpisodeJudge:
-    """Rewards what the student wrote in the trajectory that counts, unless its loop gave a reward itself."""
+def reward_judge(pool: RewardPool, names: Sequence[str], decode: Callable[[list[int]], str]) -> EpisodeJudge:
+    """Rewards what the student wrote in the trajectory that counts, unless its loop gave a reward itself. `names`: of
+    the run's rewards, in the order of column reward_parts."""
 
     async def judge(episode: Episode) -> dict[str, Tensor]:
         trajectory = episode.trajectories[episode.reward_from]
         if trajectory.reward is not None:
-            return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32)}
+            nothing = torch.full((len(names),), float("nan"))
+            return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32), "reward_parts": nothing}
         text = decode(trajectory.tokens[trajectory.mask].tolist())
         prompt = episode.prompt
         judgement = await pool.score(
@@ -129,9 +131,18 @@ def reward_judge(pool: RewardPool, decode: Callable[[list[int]], str]) -> Episod
         )
         if judgement.reward is None:
             raise CannotJudge(f"{prompt}: {judgement.failure}")
-        return {"reward": torch.tensor(judgement.reward, dtype=torch.float32)}
+        parts = torch.tensor([judgement.parts[name] for name in names], dtype=torch.float32)
+        return {"reward": torch.tensor(judgement.reward, dtype=torch.float32), "reward_parts": parts}
 
     return judge
+
+
+def part_means(parts: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """`reward_NAME` for each of several rewards, unweighted: one of weight 0 is a measure that is never trained on.
+    `parts` [episodes, rewards]."""
+    if len(names) < 2 or len(parts) == 0:
+        return {}
+    return {f"reward_{name}": float(value) for name, value in zip(names, parts.nanmean(0).tolist(), strict=True)}
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -183,6 +183,7 @@ COLUMNS: dict[str, Column] = {
         Column("behaviour_logp", torch.float32, "action", "agent_loop", optional=False),
         Column("version", torch.int32, "action", "agent_loop", optional=False),
         Column("reward", torch.float32, "row", "rewards"),
+        Column("reward_parts", torch.float32, "row", "rewards", trailing=(None,)),
         Column("teacher_logp", torch.float32, "action", "teachers"),
         Column("teacher_topk_ids", torch.int64, "action", "teachers", trailing=(None,)),
         Column("teacher_topk_logp", torch.float32, "action", "teachers", trailing=(None,)),
