@@ -130,6 +130,19 @@ def test_a_padded_vocabulary_is_left_out_of_the_distribution() -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("want", [Want(sampled=True), Want(hidden=True), Want(top_k=4)])
+def test_the_mass_outside_a_shared_vocabulary_is_reported_whatever_is_asked(want: Want) -> None:
+    tokens = random_tokens(12, 1) % 100
+    (found,) = scored(engine(vocabulary=100), [score_request(tokens, (4, 12), want=want)])
+    (whole,) = scored(engine(), [score_request(tokens, (4, 12), want=want)])
+    with torch.no_grad():
+        distribution = own_logits(reference("llama"), tokens)[3:11].softmax(-1)
+    assert found.mass_outside is not None
+    assert float(found.mass_outside.min()) > 0.1
+    torch.testing.assert_close(found.mass_outside, distribution[:, 100:].sum(-1), atol=1e-4, rtol=0)
+    assert whole.mass_outside is None
+
+
 # ── batches and what they share ──────────────────────────────────────────────────────────────────────────────────────
 
 

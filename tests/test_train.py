@@ -157,6 +157,16 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
     assert max(last["kl"], last["kl_fixed"]) < 1e-5
 
 
+def test_the_mass_that_a_longer_head_puts_outside_the_shared_vocabulary_is_a_metric(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "teacher", seed=1, vocab_size=300)
+    (step,) = metrics_of(understudy.train(tiny.config(tmp_path, steps=1)))
+    with torch.no_grad():
+        teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
+        mean = teacher(torch.tensor([[1, 2, 3, 4, 5, 6]])).logits.softmax(-1)[..., 270:].sum(-1).mean()
+    assert step["teacher_mass_outside"] == pytest.approx(float(mean), rel=0.5)
+    assert "mass_outside" not in step  # the student's head has no more ids than are shared
+
+
 def test_rows_go_to_the_teacher_that_they_name(tmp_path: Path) -> None:
     rows = [{"prompt": text, "tutor": "own" if i % 2 else "other"} for i, text in enumerate(tiny.PROMPTS)]
     prompts = str(tiny.write_prompts(tmp_path / "routed.jsonl", rows))

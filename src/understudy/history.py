@@ -99,6 +99,10 @@ async def record(
         judged = await run.parts.queue.get(ref, ("reward_parts",))
         last = Episodes.of(judged).reward_row
         metrics |= part_means(judged.rows["reward_parts"][last], tuple(run.parts.config.rewards))
+    if "teacher_mass_outside" in ref.columns:
+        outside = (await run.parts.queue.get(ref, ("teacher_mass_outside",))).rows["teacher_mass_outside"]
+        lengths = batch.columns["behaviour_logp"].lengths
+        metrics["teacher_mass_outside"] = float((outside * lengths).sum() / max(actions, 1))
     metrics |= {
         "tokens": float(actions),
         "length": actions / len(batch),

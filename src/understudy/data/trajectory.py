@@ -192,6 +192,7 @@ COLUMNS: dict[str, Column] = {
         Column("reference_logp", torch.float32, "action", "teachers"),
         Column("teacher_hidden", torch.float32, "action", "teachers", trailing=(None,)),
         Column("teacher_index", torch.int32, "row", "teachers"),
+        Column("teacher_mass_outside", torch.float32, "row", "teachers"),
     )
 }
 """Every column that a row may carry; a plugin that needs another one adds it here with `declare`."""

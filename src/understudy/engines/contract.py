@@ -114,6 +114,9 @@ class Scores:
     """float32 [actions, k]: of the ids that the request named"""
     hidden: Tensor | None = None
     """float32 [actions, width]"""
+    mass_outside: Tensor | None = None
+    """float32 [actions]: probability, at temperature 1, of the ids that the student does not share; None if there are
+    none"""
 
 
 class EngineError(RuntimeError):

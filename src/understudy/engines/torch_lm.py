@@ -363,12 +363,17 @@ class TorchEngine:
         actions = torch.cat([torch.arange(a, b) for a, b in request.spans] or [torch.empty(0, dtype=torch.int64)])
         states = hidden[row[actions - 1]]
         want = request.want
-        logp, ids, top, given = [], [], [], []
-        if want.sampled or want.top_k or want.given:
+        logp, ids, top, given, outside = [], [], [], [], []
+        narrowed = self.vocabulary is not None and self.vocabulary < self.model.head.vocabulary
+        if want.sampled or want.top_k or want.given or narrowed:
             taken = request.tokens[actions]
             for at in range(0, len(states), self.logit_rows):
                 chunk = slice(at, at + self.logit_rows)
-                distribution = log_probs(self.model.head(states[chunk], self.vocabulary), self.temperature)
+                logits = self.model.head(states[chunk])
+                if narrowed:
+                    outside.append(logits.softmax(-1)[:, self.vocabulary :].sum(-1))
+                    logits = logits[:, : self.vocabulary]
+                distribution = log_probs(logits, self.temperature)
                 logp.append(distribution.gather(-1, taken[chunk, None]).squeeze(-1))
                 if want.top_k:
                     best = distribution.topk(min(want.top_k, distribution.shape[-1]), dim=-1)
@@ -384,6 +389,7 @@ class TorchEngine:
             topk_logp=torch.cat(top or [empty]) if want.top_k else None,
             given_logp=torch.cat(given or [torch.empty(0, _width(request))]) if want.given else None,
             hidden=states.float() if want.hidden else None,
+            mass_outside=torch.cat(outside or [torch.empty(0)]) if narrowed else None,
         )
 
 

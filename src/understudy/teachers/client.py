@@ -128,4 +128,7 @@ def _columns(scores: Scores, index: int) -> dict[str, Tensor]:
         "teacher_hidden": scores.hidden,
     }
     columns = {name: tensor for name, tensor in named.items() if tensor is not None}
+    if scores.mass_outside is not None:
+        actions = max(len(scores.mass_outside), 1)
+        columns["teacher_mass_outside"] = scores.mass_outside.sum() / actions
     return {**columns, "teacher_index": torch.tensor(index, dtype=torch.int32)}
