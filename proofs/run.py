@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LONGEST_TRAINING = 180.0
 """Seconds of training that a run may take on two idle cores."""
 SEEDS = (0, 1, 2)
+HELD_OUT_SUMS = 300
+"""Prompts of the arithmetic recipes' test file."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Proof:
 def run(recipe: str, out: Path, *overrides: str, seed: int = 0) -> Outcome:
     """Train a recipe in a process of its own, its display in this terminal."""
     words = ["train", f"recipes/{recipe}.yaml", *overrides, *([f"seed={seed}"] if seed else [])]
-    name = f"{recipe}-{seed}"
+    name = f"{recipe}-{len(list(out.iterdir()))}"
     subprocess.run([sys.executable, "-m", "understudy", *words, f"out={out}", f"name={name}"], cwd=ROOT, check=True)
     steps = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((out / name / "summary.json").read_text())
@@ -142,21 +144,32 @@ def ppo_arithmetic(out: Path) -> Proof:
 
 def distill_with_rewards(out: Path) -> Proof:
     """A teacher and task rewards in one run."""
-    learned = run("distill_with_rewards", out)
+    learned, control = run("distill_with_rewards", out), run("distill_with_rewards_control", out)
     claims = [
         at_least("reward rises by at least 0.2", learned.rise("reward"), 0.2),
         at_least("kl falls by at least 15%", learned.fall("kl"), 0.15),
         _in_time([learned]),
+        at_most(
+            "control (random rewards, teacher = student): accuracy rises by at most two standard errors of a share",
+            control.rise("reward_right"),
+            2 * math.sqrt(2 * 0.25 / HELD_OUT_SUMS),
+        ),
     ]
-    return Proof(claims, [learned], [])
+    return Proof(claims, [learned], [control])
 
 
 def _variant(recipe: str) -> Callable[[Path], Proof]:
+    """Another objective heals the quickstart's student too, and leaves the whole one as it is."""
+
     def proof(out: Path) -> Proof:
         learned = run(recipe, out)
-        return Proof(
-            [at_least("kl falls by at least 25%", learned.fall("kl"), 0.25), _in_time([learned])], [learned], []
-        )
+        control = run(recipe, out, "student.drop_layers=[]", "steps=4", "validation.prompts=16")
+        claims = [
+            at_least("kl falls by at least 25%", learned.fall("kl"), 0.25),
+            _in_time([learned]),
+            at_most("control (teacher = student): kl after at most 1e-3", control.after("kl"), 1e-3),
+        ]
+        return Proof(claims, [learned], [control])
 
     return proof
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tiny
 from understudy.agent_loop.contract import LOOPS, AgentLoop, LoopContext, PromptTooLong, derive_seed, register
-from understudy.agent_loop.manager import EpisodeTimes, RolloutManager
+from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.single_turn import SingleTurn
 from understudy.agent_loop.worker import AgentLoopWorker, EpisodeFailure
 from understudy.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
@@ -22,6 +22,7 @@ from understudy.engines.torch_lm import TorchEngine
 from understudy.errors import UserError
 from understudy.models.tokenizers import SafeTokenizer
 from understudy.queue.memory import MemoryQueue
+from understudy.rollout import EpisodeDone, EpisodeTimes
 from understudy.runtime.inline import InlineScheduler
 from understudy.scoring import EpisodeScorer
 
@@ -396,7 +397,7 @@ def timed(*totals: float) -> dict[str, float]:
     times = EpisodeTimes()
     for uid, total in enumerate(totals):
         timings = {"wait": total / 4, "generate": total / 2, "total": total}
-        times.add(Episode(EpisodeKey("train", uid, 0), prompts(1)[0], (), timings=timings))
+        times.add(EpisodeDone(EpisodeKey("train", uid, 0), timings, actions=uid + 1, mass_cut=0.5 * (uid % 2)))
     return times.metrics()
 
 
@@ -408,6 +409,7 @@ def test_times_have_mean_p95_max_and_the_slowest_breakdown() -> None:
         "episode_max": 100.0,
         "episode_slowest_wait": 25.0,
         "episode_slowest_generate": 50.0,
+        "mass_cut": pytest.approx(1275 / 5050),  # weighted by actions
     }
     assert timed(*(float(n) for n in range(1, 21)))["episode_p95"] == 19.0  # one in twenty is slower
     assert timed(3.0, 1.0)["episode_p95"] == 3.0

@@ -35,15 +35,17 @@ from understudy.models.tokenizers import SafeTokenizer, compare
 from understudy.models.weights import trainable
 from understudy.optimizer_state import seed_rng
 from understudy.policy.text import log_probs
+from understudy.queue.contract import SampleQueue
 from understudy.queue.memory import MemoryQueue
 from understudy.rewards.pool import RewardPool
+from understudy.rollout import Order, Rollout
 from understudy.routing import Router
 from understudy.runtime.inline import InlineScheduler
 from understudy.runtime.memory import keep_freed_memory
 from understudy.scoring import EpisodeScorer, Judge
 from understudy.signals import build_algorithm, reward_judge, reward_pool
 from understudy.teachers.client import ResidentTeacher, TeacherClient, own_context, runs
-from understudy.teachers.pool import TeacherPool
+from understudy.teachers.pool import Scorer, TeacherPool
 
 Report = Callable[[str], None]
 
@@ -73,7 +75,7 @@ class Parts:
     teachers: TeacherClient
     rewards: RewardPool | None
     queue: MemoryQueue
-    manager: RolloutManager
+    rollout: Rollout
     stream: PromptStream
     heldout: PromptSet | None
     limits: Limits
@@ -101,20 +103,6 @@ class Parts:
         for engine in self.engines:
             await engine.load(engine.version, None)
 
-    def scorer(self, want: Want, *, training: bool = True) -> EpisodeScorer:
-        """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
-        judges: list[Judge] = []
-        if self.teachers.teachers:
-            judges.append(lambda key, prompt, row: self.teachers.score(key, prompt, row, want))
-        if training and self.reference_engine is not None:
-            judges.append(_reference_judge(self.reference_engine))
-        if self.rewards is None:
-            return EpisodeScorer(self.queue, tuple(judges))
-        decode = partial(self.tokenizer.decode, skip_special=True)
-        return EpisodeScorer(
-            self.queue, tuple(judges), (reward_judge(self.rewards, tuple(self.config.rewards), decode),)
-        )
-
     def sampling(self, settings: TextSampling, *, training: bool = False) -> Sampling:
         wants_own = training and self.algorithm.payload in ("student_top_k", "union")
         return Sampling(
@@ -128,15 +116,17 @@ class Parts:
             stop_strings=settings.stop,
         )
 
-    def training_want(self) -> Want:
-        """What the algorithm asks of teachers."""
-        payload = self.algorithm.payload
-        return Want(
+    def training_order(self, step: int, version: int) -> Order:
+        """What a step asks of its episodes, and of teachers for the algorithm."""
+        payload, settings = self.algorithm.payload, self.config.rollout
+        want = Want(
             sampled=payload not in ("full", "none"),
             top_k=self.algorithm.top_k if payload in ("top_k", "union") else 0,
             given=payload in ("student_top_k", "union"),
             hidden=payload == "full",
         )
+        sampling = self.sampling(settings, training=True)
+        return Order("train", settings.samples, sampling, want, self.config.seed, step, version)
 
 
 def assemble(config: Config, report: Report = lambda line: None) -> Parts:
@@ -168,6 +158,9 @@ def assemble(config: Config, report: Report = lambda line: None) -> Parts:
         decode=tokenizer.decode,
         prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
     )
+    reference = _reference(config, vocabulary, report)
+    rewards, queue = reward_pool(config), MemoryQueue()
+    scorer = partial(judges, config, tokenizer, queue, teachers.client, reference, rewards)
     seed_rng(config.seed)  # nothing of ours draws from the global generators, but plugins may
     return Parts(
         config=config,
@@ -180,11 +173,11 @@ def assemble(config: Config, report: Report = lambda line: None) -> Parts:
         heads=teachers.heads,
         student_engine=engine,
         teacher_engines=teachers.engines,
-        reference_engine=_reference(config, vocabulary, report),
+        reference_engine=reference,
         teachers=teachers.client,
-        rewards=reward_pool(config),
-        queue=MemoryQueue(),
-        manager=_manager(config, engine, tokenizer),
+        rewards=rewards,
+        queue=queue,
+        rollout=Rollout(_manager(config, engine, tokenizer), scorer),
         stream=PromptStream(train, config.seed, config.data.shuffle),
         heldout=heldout,
         limits=Limits(
@@ -244,7 +237,29 @@ def _reference(config: Config, vocabulary: int, report: Report) -> TorchEngine |
     return TorchEngine(model, context=config.engine.context, temperature=temperature, vocabulary=vocabulary)
 
 
-def _reference_judge(engine: TorchEngine) -> Judge:
+def judges(
+    config: Config,
+    tokenizer: SafeTokenizer,
+    queue: SampleQueue,
+    teachers: TeacherClient,
+    reference: Scorer | None,
+    rewards: RewardPool | None,
+    want: Want,
+    training: bool,
+) -> EpisodeScorer:
+    """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
+    found: list[Judge] = []
+    if teachers.teachers:
+        found.append(lambda key, prompt, row: teachers.score(key, prompt, row, want))
+    if training and reference is not None:
+        found.append(_reference_judge(reference))
+    if rewards is None:
+        return EpisodeScorer(queue, tuple(found))
+    decode = partial(tokenizer.decode, skip_special=True)
+    return EpisodeScorer(queue, tuple(found), (reward_judge(rewards, tuple(config.rewards), decode),))
+
+
+def _reference_judge(engine: Scorer) -> Judge:
     async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
         request = ScoreRequest(key, trajectory.tokens, tuple(runs(trajectory.mask)), Want(sampled=True), "reference")
         scores = await engine.score(request)

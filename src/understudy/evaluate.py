@@ -32,7 +32,7 @@ from understudy.errors import UserError
 from understudy.learner.update import measure
 from understudy.models.weights import copy_into
 from understudy.record.run_directory import EvalSample
-from understudy.scoring import scoring_tasks
+from understudy.rollout import Order
 from understudy.signals import part_means, prompt_text
 
 BASE = ("tokens", "mask", "behaviour_logp")
@@ -108,23 +108,13 @@ class Evaluator:
         prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
         for prompt in prompts:
             await parts.queue.open(GroupKey("validation", prompt.uid), 1)
-        scorer, seed = parts.scorer(FULL, training=False), parts.config.seed
-        sampling = parts.sampling(self.settings)
-        async with scoring_tasks() as tasks:
-            episodes = parts.manager.stream(
-                "validation",
-                prompts,
-                1,
-                sampling,
-                lambda prompt, sample: derive_seed(seed, "validation", prompt.source, prompt.row, sample),
-            )
-            done = 0
-            async for outcome in episodes:
-                done += 1
-                self.progress("evaluating: answers", done, total)
-                if isinstance(outcome, EpisodeFailure):
-                    raise UserError(f"validation failed: {outcome.reason}\n{outcome.detail}")
-                tasks.create_task(scorer(outcome, step=-1))
+        order = Order("validation", 1, parts.sampling(self.settings), FULL, parts.config.seed)
+        done = 0
+        async for outcome in parts.rollout.run(order, prompts):
+            done += 1
+            self.progress("evaluating: answers", done, total)
+            if isinstance(outcome, EpisodeFailure):
+                raise UserError(f"validation failed: {outcome.reason}\n{outcome.detail}")
         needs = (*BASE, *(TEACHER if parts.heads else ()), *(REWARD if parts.rewards is not None else ()))
         ref = await parts.queue.take("validation", needs, len(prompts))
         if ref.failed:

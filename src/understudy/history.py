@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ from understudy.checkpoint import load
 from understudy.config.load import dump
 from understudy.config.schema import Config, Distill
 from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch, Episode, Prompt
+from understudy.data.trajectory import Batch, Prompt
 from understudy.errors import UserError
 from understudy.learner.update import NonFiniteLoss
 from understudy.learning import Trainable
@@ -121,14 +121,6 @@ async def record(
     for writer in run.writers:
         writer.log(run.step, metrics)
     run.display.step(run.step, metrics)
-
-
-def mass_cut(episodes: Sequence[Episode]) -> float:
-    """Mean probability, over actions, that could not be drawn: beyond top-p and top-k, or a stop before min_tokens."""
-    trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
-    actions = sum(len(trajectory.behaviour_logp) for trajectory in trajectories)
-    cut = sum(trajectory.metrics.get("mass_cut", 0.0) * len(trajectory.behaviour_logp) for trajectory in trajectories)
-    return cut / max(actions, 1)
 
 
 def check_budget(run: Run, ref: BatchRef, step: int) -> None:

@@ -15,9 +15,6 @@ from pathlib import Path
 from types import ModuleType
 
 from understudy import history
-from understudy.agent_loop.contract import derive_seed
-from understudy.agent_loop.manager import EpisodeTimes
-from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, assemble
 from understudy.checkpoint import CheckpointStore
 from understudy.config.load import dump, load
@@ -31,8 +28,8 @@ from understudy.learning import Learned, flat_groups, prepare, updates
 from understudy.queue.contract import BatchRef
 from understudy.record.display import Display
 from understudy.record.run_directory import RunDirectory
+from understudy.rollout import EpisodeDone, EpisodeTimes
 from understudy.runtime.interrupt import on_interrupt
-from understudy.scoring import scoring_tasks
 from understudy.signals import schedule
 from understudy.weights import publish
 
@@ -142,8 +139,7 @@ async def step(run: Run) -> None:
     await publish([parts.student_engine], run.version, None)
     run.step = number
     seconds = time.perf_counter() - started
-    cut = history.mass_cut(times.episodes)
-    metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, "mass_cut": cut, **times.metrics()}
+    metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, **times.metrics()}
     await history.record(run, ref, batch, metrics, columns, prompts)
     await parts.queue.clear(ref)
 
@@ -168,23 +164,12 @@ async def _rollout(run: Run, step: int) -> tuple[BatchRef, list[Prompt], Episode
 
 async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTimes) -> BatchRef:
     """Generate the episodes of these prompts; score each as soon as it ends; wait for complete groups."""
-    parts, config, scorer = run.parts, run.parts.config, run.parts.scorer(run.parts.training_want())
+    parts = run.parts
     for prompt in prompts:
-        await parts.queue.open(GroupKey("train", prompt.uid), config.rollout.samples)
-    episodes = parts.manager.stream(
-        "train",
-        prompts,
-        config.rollout.samples,
-        parts.sampling(config.rollout, training=True),
-        lambda prompt, sample: derive_seed(config.seed, "train", prompt.uid, sample),
-    )
-    async with scoring_tasks() as scoring:
-        async for outcome in episodes:
-            if isinstance(outcome, EpisodeFailure):
-                await parts.queue.fail(outcome.key.group, outcome.reason)
-            else:
-                times.add(outcome)
-                scoring.create_task(scorer(outcome, step))
+        await parts.queue.open(GroupKey("train", prompt.uid), parts.config.rollout.samples)
+    async for outcome in parts.rollout.run(parts.training_order(step, run.version), prompts):
+        if isinstance(outcome, EpisodeDone):
+            times.add(outcome)
     return await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from understudy.agent_loop.worker import AgentLoopWorker, EpisodeFailure
 from understudy.data.trajectory import Episode, EpisodeKey, Prompt
@@ -21,14 +21,20 @@ class RolloutManager:
     workers: Sequence[AgentLoopWorker]
 
     async def stream(
-        self, partition: str, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: Seed
+        self,
+        partition: str,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        seed: Seed,
+        attempt: int = 0,
     ) -> AsyncIterator[Episode | EpisodeFailure]:
         """Run every prompt `samples` times; yield each episode when it ends. All samples of a prompt go to one worker
         (so that it can share their prefix); prompts need not divide evenly among workers."""
         finished: asyncio.Queue[Episode | EpisodeFailure | BaseException] = asyncio.Queue()
 
         async def one(worker: AgentLoopWorker, prompt: Prompt, sample: int) -> None:
-            key = EpisodeKey(partition, prompt.uid, sample)
+            key = EpisodeKey(partition, prompt.uid, sample, attempt)
             try:
                 finished.put_nowait(await worker.run(prompt, key, sampling, seed(prompt, sample)))
             except Exception as error:
@@ -49,27 +55,3 @@ class RolloutManager:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass(slots=True)
-class EpisodeTimes:
-    """Timings of a step's episodes: mean, p95 and max of the whole, and the breakdown of the slowest."""
-
-    episodes: list[Episode] = field(default_factory=list)
-
-    def add(self, episode: Episode) -> None:
-        self.episodes.append(episode)
-
-    def metrics(self) -> dict[str, float]:
-        if not self.episodes:
-            return {}
-        totals = sorted(e.timings.get("total", 0.0) for e in self.episodes)
-        slowest = max(self.episodes, key=lambda e: e.timings.get("total", 0.0))
-        p95 = totals[-(-95 * len(totals) // 100) - 1]
-        breakdown = {f"episode_slowest_{name}": seconds for name, seconds in slowest.timings.items() if name != "total"}
-        return {
-            "episode_mean": sum(totals) / len(totals),
-            "episode_p95": p95,
-            "episode_max": totals[-1],
-            **breakdown,
-        }

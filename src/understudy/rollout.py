@@ -1,0 +1,146 @@
+"""Episodes from prompts to complete rows: loops run, and each episode is scored as soon as it ends.
+
+The same object serves a run in one process and, on Ray, every agent-loop worker for its share of the prompts. What
+comes back tells how an episode went; its tensors are in the queue by then and go nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from understudy.agent_loop.contract import derive_seed
+from understudy.agent_loop.manager import RolloutManager
+from understudy.agent_loop.worker import EpisodeFailure
+from understudy.data.trajectory import Episode, EpisodeKey, Prompt
+from understudy.engines.contract import Sampling, Want
+from understudy.scoring import EpisodeScorer, scoring_tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is asked of every episode of a step, or of an evaluation."""
+
+    partition: str
+    samples: int
+    sampling: Sampling
+    want: Want
+    """of teachers"""
+    seed: int
+    """of the run"""
+    step: int = -1
+    version: int = 0
+    """of the weights that the episodes are written with"""
+    attempt: int = 0
+    """above 0: the prompts are run again, and what an earlier attempt wrote is superseded"""
+
+    @property
+    def training(self) -> bool:
+        return self.partition == "train"
+
+    def seed_of(self, prompt: Prompt, sample: int) -> int:
+        """A held-out row is answered with the same seed in every evaluation; a drawn one with its draw's own."""
+        which = (prompt.uid,) if self.training else (prompt.source, prompt.row)
+        return derive_seed(self.seed, self.partition, *which, sample)
+
+    def again(self) -> Order:
+        return replace(self, attempt=self.attempt + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeDone:
+    """An episode whose rows are complete (or whose group failed while it was judged: the queue knows)."""
+
+    key: EpisodeKey
+    timings: dict[str, float]
+    actions: int
+    mass_cut: float
+    """mean over the actions"""
+
+    @classmethod
+    def of(cls, episode: Episode) -> EpisodeDone:
+        counts = [(len(t.behaviour_logp), t.metrics.get("mass_cut", 0.0)) for t in episode.trajectories]
+        actions = sum(count for count, _ in counts)
+        cut = sum(count * mass for count, mass in counts) / max(actions, 1)
+        return cls(episode.key, dict(episode.timings), actions, cut)
+
+
+class Rollouts(Protocol):
+    """Runs prompts, here or elsewhere. Their groups must be open."""
+
+    def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+        """Outcomes as they come; the rows are in the queue, and failed groups are marked there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Loops and scoring in this process."""
+
+    manager: RolloutManager
+    scorer: Callable[[Want, bool], EpisodeScorer]
+    """what judges episodes, for a wish to teachers; True in training"""
+
+    async def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+        scorer = self.scorer(order.want, order.training)
+        done: asyncio.Queue[EpisodeDone | EpisodeFailure | None] = asyncio.Queue()
+
+        async def score(episode: Episode) -> None:
+            await scorer(episode, order.step)
+            done.put_nowait(EpisodeDone.of(episode))
+
+        async def all_episodes() -> None:
+            episodes = self.manager.stream(
+                order.partition, prompts, order.samples, order.sampling, order.seed_of, order.attempt
+            )
+            try:
+                async with scoring_tasks() as tasks:
+                    async for outcome in episodes:
+                        if isinstance(outcome, Episode):
+                            tasks.create_task(score(outcome))
+                        else:
+                            await scorer.queue.fail(outcome.key.group, outcome.reason)
+                            done.put_nowait(outcome)
+            finally:
+                done.put_nowait(None)
+
+        work = asyncio.create_task(all_episodes())
+        try:
+            while (outcome := await done.get()) is not None:
+                yield outcome
+            await work
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class EpisodeTimes:
+    """Timings of a step's episodes: mean, p95 and max of the whole, and the breakdown of the slowest."""
+
+    episodes: list[EpisodeDone] = field(default_factory=list)
+
+    def add(self, episode: EpisodeDone) -> None:
+        self.episodes.append(episode)
+
+    def metrics(self) -> dict[str, float]:
+        if not self.episodes:
+            return {}
+        totals = sorted(e.timings.get("total", 0.0) for e in self.episodes)
+        slowest = max(self.episodes, key=lambda e: e.timings.get("total", 0.0))
+        p95 = totals[-(-95 * len(totals) // 100) - 1]
+        breakdown = {f"episode_slowest_{name}": seconds for name, seconds in slowest.timings.items() if name != "total"}
+        return {
+            "episode_mean": sum(totals) / len(totals),
+            "episode_p95": p95,
+            "episode_max": totals[-1],
+            **breakdown,
+            "mass_cut": self._mass_cut(),
+        }
+
+    def _mass_cut(self) -> float:
+        """Mean probability, over actions, that could not be drawn: beyond top-p and top-k, or a stop before
+        min_tokens."""
+        actions = sum(episode.actions for episode in self.episodes)
+        return sum(episode.mass_cut * episode.actions for episode in self.episodes) / max(actions, 1)
