@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from understudy.config import Config, ConfigError, Mistake, dump, load
 from understudy.config.load import inline_yaml, leaves
+from understudy.config.pools import pool_members
 from understudy.config.schema import (
     Checkpoint,
     Data,
     Distill,
     Lora,
     Optimizer,
+    Pool,
     ReadWhen,
     Record,
     Section,
@@ -263,7 +265,7 @@ def test_messages_are_in_plain_words(override: str, message: str) -> None:
         ("student.lora.ranks", "student.lora.rank"),
         ("every", "validation.every or checkpoint.every"),
         ("batch_tokens", "teachers.NAME.batch_tokens"),
-        ("learning.warmup_step", None),
+        ("descent.warmup_step", None),
         ("warmup_step", "optimizer.warmup_steps"),
     ],
 )
@@ -497,3 +499,74 @@ def test_quickstart_shows_at_most_60_keys(monkeypatch: pytest.MonkeyPatch) -> No
 def test_config_never_imports_torch() -> None:
     code = "import sys, understudy.config, understudy.config.show; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+ON_RAY = MINIMAL + "runtime: ray\n"
+
+
+def test_a_cluster_needs_few_lines() -> None:
+    write("a.yaml", ON_RAY + "pools: {main: {replicas: 2}}\n")
+    pools = load("a.yaml").config.pools
+    assert pools == {"main": Pool(replicas=2), "rewards": Pool(), "student": Pool(), "learner": Pool()}
+    assert load(write("b.yaml", dump(load("a.yaml").config))).config.pools == pools
+
+
+def test_cluster_settings_are_read_on_a_cluster_only() -> None:
+    def about_clusters(*overrides: str) -> set[str]:
+        return {key for key in shown(*overrides) if "pool" in key or key.split(".")[0] in ("ray", "learner")}
+
+    assert about_clusters() == about_clusters("pools.nobody.replicas=3") == set()
+    found = about_clusters("runtime=ray")
+    assert {"ray.cpus", "pools.main.replicas", "engine.pool", "teachers.main.pool", "learner.pool"} <= found
+    assert "ray.cpus" not in about_clusters("runtime=ray", "ray.address=auto")
+    top_k = ("algorithm.objective=forward_kl", "algorithm.payload=top_k")
+    assert ("teachers.main.max_logprobs" in shown(), "teachers.main.max_logprobs" in shown(*top_k)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["teachers.main.pool=student"], ("teachers.main.pool", "engine.pool", "'student'")),
+        (["teachers.main.pool=learner"], ("teachers.main.pool", "learner.pool", "'learner'")),
+        (["teachers.main.pool=rewards"], ("teachers.main.pool", "rollout.pool", "'rewards'")),
+        (["engine.pool=main"], ("teachers.main.pool", "engine.pool", "'main'")),
+        (["teachers.student.path=x", "teachers.main=null"], ("teachers.student.pool", "engine.pool", "'student'")),
+        (
+            ["teachers.two.path=x", "teachers.two.pool=main", "data.teacher_column=t"],
+            ("teachers.main.pool", "teachers.two.pool", "'main'"),
+        ),
+        (["learner.pool=gpus"], ("learner.pool is 'gpus'", "pools has no such: there are rewards, student, main")),
+        (["pools.spare.replicas=2"], ("pools.spare is used by nobody", "engine.pool", "teachers.main.pool")),
+        (["pools.learner={device: gpu, devices: 4}"], ("pools.learner.devices is 4", "learner.pool", "replicas to 4")),
+    ],
+)
+def test_arrangements_that_are_refused_name_their_keys(overrides: list[str], keys: tuple[str, ...]) -> None:
+    mistake = only_mistake(write("a.yaml", ON_RAY), *overrides)
+    assert all(key in mistake.message for key in keys), mistake.message
+    assert load("a.yaml", ["runtime=inline", *overrides]), "embedded, nobody has a pool"
+
+
+def test_several_mistakes_of_an_arrangement_come_together() -> None:
+    message = only_mistake(write("a.yaml", ON_RAY), "teachers.main.pool=student", "pools.spare={}").message
+    assert len(message.splitlines()) == 2
+
+
+def test_student_learner_and_reference_may_share() -> None:
+    rewarded = "student: {path: p}\ndata: {train: t}\nrewards: {r: {function: exact_match}}\nruntime: ray\n"
+    write("a.yaml", rewarded + "algorithm: {name: ppo, kl: 0.1}\nengine: {pool: all}\npools: {all: {device: gpu}}\n")
+    assert set(load("a.yaml", ["learner.pool=all"]).config.pools) == {"all", "rewards"}
+    where = {member.name: member.pool for member in pool_members(load("a.yaml").config)}
+    assert where == {"agent loops": "rewards", "student": "all", "reference": "all", "learner": "learner"}
+    apart = load("a.yaml", ["algorithm.reference_pool=old", "pools.old={}"]).config
+    assert {member.name: member.pool for member in pool_members(apart)}["reference"] == "old"
+    assert "reference" not in [member.name for member in pool_members(load("a.yaml", ["algorithm.kl=0"]).config)]
+
+
+@pytest.mark.parametrize("runtime", ["inline", "ray"])
+def test_more_log_probs_than_an_engine_gives_are_refused(runtime: str) -> None:
+    write("a.yaml", MINIMAL + f"runtime: {runtime}\nalgorithm: {{objective: forward_kl, payload: top_k, top_k: 32}}\n")
+    assert load("a.yaml")
+    assert load("a.yaml", ["teachers.main.max_logprobs=32"])
+    message = only_mistake("a.yaml", "teachers.main.max_logprobs=20").message
+    assert message.startswith("algorithm.top_k (32) is above teachers.main.max_logprobs (20)")
+    assert load("a.yaml", ["teachers.main.max_logprobs=20", "algorithm.payload=full"]), "no top k is asked for"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from math import prod
@@ -17,13 +18,15 @@ import torch
 import tiny
 import understudy
 from understudy import plan as planning
-from understudy.assemble import Parts, assemble
+from understudy.assemble import assemble
+from understudy.backstage import Embedded
 from understudy.cli import main
 from understudy.config.load import load
 from understudy.config.schema import Config, Model
 from understudy.models import arithmetic
 from understudy.models.attention import KeyValueCache
 from understudy.models.packing import pack
+from understudy.models.sources import ModelError
 from understudy.plan import Plan, model_sizes, plan, show
 from understudy.signals import build_algorithm
 
@@ -142,7 +145,7 @@ def test_the_columns_are_those_of_a_real_update(case: str, tmp_path: Path, monke
     else:
         config = tiny.config(tmp_path, **sections, data={"validation": None})
     planned = plan(config)
-    module = importlib.import_module("understudy.train")
+    module = importlib.import_module("understudy.learning")
     real, batches = module.__dict__["update"], []
 
     def update(model: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
@@ -172,10 +175,17 @@ def test_bytes_of_a_step(tmp_path: Path) -> None:
     assert memory(planned)["columns of a step"] == planned.step_bytes
 
 
-def learned(parts: Parts) -> dict[str, int]:
+def embedded(config: Config) -> Embedded:
+    """The real models of a run."""
+    backstage = assemble(config).backstage
+    assert isinstance(backstage, Embedded)
+    return backstage
+
+
+def learned(parts: Embedded) -> dict[str, int]:
     """Bytes of real tensors after one update of all that learns."""
-    found = {"student weights": sum(p.nbytes for p in parts.student.model.parameters())}
-    for name, who in (("student", parts.learner), ("critic", parts.critic)):
+    found = {"student weights": sum(p.nbytes for p in parts.learner.student.model.model.parameters())}
+    for name, who in (("student", parts.learner.student), ("critic", parts.learner.critic)):
         if who is None:
             continue
         for parameter in who.parameters:
@@ -184,14 +194,14 @@ def learned(parts: Parts) -> dict[str, int]:
         state = [t for values in who.optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
         found[f"{name} gradients"] = sum(p.grad.nbytes for p in who.parameters if p.grad is not None)
         found[f"{name} optimizer"] = sum(tensor.nbytes for tensor in state)
-    if parts.critic is not None:
-        model = parts.critic.model
+    if parts.learner.critic is not None:
+        model = parts.learner.critic.model
         assert model.value_head is not None
         weights = sum(p.nbytes for p in (*model.model.parameters(), *model.value_head.parameters()))
         found["critic"] = weights + found.pop("critic gradients") + found.pop("critic optimizer")
-    if parts.reference_engine is not None:
-        found["reference weights"] = sum(p.nbytes for p in parts.reference_engine.model.model.parameters())
-    for name, engine in parts.teacher_engines.items():
+    if parts.reference is not None:
+        found["reference weights"] = sum(p.nbytes for p in parts.reference.model.model.parameters())
+    for name, engine in parts.teachers.items():
         found[f"teacher {name} weights"] = sum(p.nbytes for p in engine.model.model.parameters())
     return found
 
@@ -211,7 +221,7 @@ def test_memory_of_models_is_exact(sections: dict[str, Any], kind: str | None, t
         tiny.save(tmp_path / "student", kind=kind)
         tiny.save(tmp_path / "teacher", kind=kind, seed=1)
     config = rewarded(tmp_path, **sections) if "algorithm" in sections else tiny.config(tmp_path, **sections)
-    planned, real = memory(plan(config)), learned(assemble(config))
+    planned, real = memory(plan(config)), learned(embedded(config))
     assert {name: planned[name] for name in real} == real
     others = {"key-value cache", "logits of a chunk", "activations", "columns of a step"}
     assert planned.keys() == real.keys() | others
@@ -226,7 +236,7 @@ def test_cache_logits_and_activations(lora: dict[str, int] | None, tmp_path: Pat
         engine={"slots": slots, "context": length},
         optimizer={"micro_batch_tokens": length, "logit_tokens": 7},
     )
-    planned, student = memory(plan(config)), assemble(config).student
+    planned, student = memory(plan(config)), embedded(config).learner.student.model
     packed = pack([torch.arange(length) % 250])
     cache = KeyValueCache()
     cache.reserve(student.prefill(packed)[1].keys, slots, length)
@@ -326,3 +336,151 @@ def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "example: understudy plan " in done.stdout
+
+
+ON_GPUS = {1: RECIPES / "ray" / "opd_1x8.yaml", 4: RECIPES / "ray" / "opd_4x8.yaml"}
+
+
+def placed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and what is said of the cluster."""
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)["cluster"]
+
+
+@pytest.mark.parametrize("count", ON_GPUS)
+def test_the_cluster_recipes_fit_their_clusters_exactly(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = placed(capsys, str(ON_GPUS[count]), "--cluster", f"nodes={count},gpus=8")
+    assert (code, found["refusal"], len(found["nodes"])) == (0, None, count)
+    taken: dict[str, int] = {}
+    for pool in found["pools"]:
+        assert len(pool["places"]) == pool["replicas"]
+        for [share] in pool["places"]:
+            assert share["devices"] == pool["devices"]
+            if pool["device"] == "gpu":
+                taken[share["node"]] = taken.get(share["node"], 0) + share["devices"]
+    assert taken == {f"node {number}": 8 for number in range(count)}
+    held = {pool["name"]: pool["per_device"] for pool in found["pools"]}
+    assert 0 < max(held.values()) < 80e9
+    assert held["rewards"] == 0
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ON_GPUS[1])
+    assert main(["plan", recipe, "--cluster", "nodes=1,gpus=4"]) == 1
+    out = capsys.readouterr().out
+    assert "GPUs: 8 asked, 4 available (1 node with 4 GPUs)" in out
+    asked = {"student": "2 GPUs (2 × 1 GPU)", "big": "2 GPUs (1 × 2 GPUs)", "learner": "4 GPUs (4 × 1 GPU)"}
+    assert all(f"pool {name}: {devices}" in out for name, devices in asked.items())
+    code, found = placed(capsys, recipe, "--cluster", "nodes=8,gpus=1")
+    assert code == 1
+    assert "no node has the 2 GPUs that a replica of pools.big asks for" in found["refusal"]
+    code, found = placed(capsys, recipe, "pools.big.straddle=true", "--cluster", "nodes=8,gpus=1")
+    assert code == 0
+    [big] = [pool for pool in found["pools"] if pool["name"] == "big"]
+    assert [[share["devices"] for share in place] for place in big["places"]] == [[1, 1]]
+    code, found = placed(capsys, recipe, "--cluster", "nodes=1,gpus=8,cpus=6")
+    assert code == 1
+    assert "CPUs: 4 asked, 3 available" in found["refusal"]
+
+
+def test_a_cluster_that_was_not_asked_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(ON_GPUS[1])]) == 0
+    out = capsys.readouterr().out
+    assert "nowhere yet" in out
+    assert "GPUs: 8 asked; what the cluster has is not known here: try --cluster" in out
+
+
+def test_a_recipe_of_one_process_can_be_placed_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tiny.recipe(tmp_path)
+    capsys.readouterr()  # saving the tiny models
+    code, found = placed(capsys, str(recipe), "--cluster", "nodes=1")
+    assert (code, [pool["name"] for pool in found["pools"]]) == (0, ["rewards", "student", "main", "learner"])
+    assert main(["plan", str(recipe), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cluster"] is None
+    assert main(["plan", str(recipe), "--cluster", "nodes=none"]) == 2
+
+
+def on_ray(root: Path, **sections: Any) -> dict[str, dict[str, int | None]]:
+    """Memory of a device, by pool."""
+    planned = plan(tiny.config(root, runtime="ray", **sections))
+    assert planned.cluster is not None
+    return {pool.name: {item.name: item.bytes for item in pool.memory} for pool in planned.cluster.pools}
+
+
+def test_what_is_divided_among_ranks_and_devices(tmp_path: Path) -> None:
+    one = on_ray(tmp_path)
+    assert one["learner"].pop("head of teacher main") == 270 * 32 * 4
+    whole = memory(plan(tiny.config(tmp_path)))
+    for part in ("weights", "gradients", "optimizer"):
+        assert one["learner"][f"learner {part}"] == whole[f"student {part}"]
+    assert one["student"] == {name: whole[name] for name in ("student weights", "key-value cache")}
+    assert one["main"] == {"teacher main weights": whole["teacher main weights"]}
+    many = on_ray(tmp_path, pools={"learner": {"replicas": 4}, "main": {"devices": 2}, "student": {"replicas": 3}})
+    for part in ("weights", "gradients", "optimizer"):
+        assert many["learner"][f"learner {part}"] == -(-(one["learner"][f"learner {part}"] or 0) // 4)
+    assert (many["learner"]["activations"], many["student"]) == (one["learner"]["activations"], one["student"])
+    assert many["main"] == {"teacher main weights": (whole["teacher main weights"] or 0) // 2}
+    model = tiny.causal_lm().model
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    ends = 2 * 270 * 32
+    assert "gathered weights" not in one["learner"]
+    assert many["learner"]["gathered weights"] == pytest.approx(4 * (2 * ends + 2 * layer), rel=0.01)
+
+
+def test_less_precision_and_checkpointing_take_less(tmp_path: Path) -> None:
+    plain = on_ray(tmp_path)["learner"]["activations"] or 0
+    half = on_ray(tmp_path, learner={"mixed_precision": "bfloat16"})["learner"]["activations"] or 0
+    again = on_ray(tmp_path, learner={"activation_checkpointing": True})["learner"]["activations"] or 0
+    assert half * 2 == plain
+    assert again == plain // 3 + 2048 * 3 * 32 * 4
+
+
+def test_members_of_one_pool_add_up(tmp_path: Path) -> None:
+    shared = {"algorithm": {"name": "ppo", "kl": 0.1}, "engine": {"pool": "all"}, "learner": {"pool": "all"}}
+    planned = plan(rewarded(tmp_path, runtime="ray", pools={"all": {"replicas": 2}}, **shared))
+    assert planned.cluster is not None
+    pool = planned.cluster.pools[0]
+    assert pool.members == ("student", "reference", "learner")
+    found = {item.name: item.bytes for item in pool.memory}
+    assert {"student weights", "reference weights", "learner weights", "critic"} <= found.keys()
+    assert pool.per_device == sum(item.bytes or 0 for item in pool.memory)
+
+
+def test_models_that_are_only_described(tmp_path: Path) -> None:
+    """A directory with config.json and nothing else has sizes; with a damaged file beside it, it is a broken model."""
+    whole = tiny.save(tmp_path / "whole", kind="qwen2")
+    described = tmp_path / "described"
+    described.mkdir()
+    (described / "config.json").write_text((whole / "config.json").read_text())
+    settings = Model(path=str(described), dtype="float32")
+    assert model_sizes(settings) == model_sizes(Model(path=str(whole), dtype="float32"))
+    half = model_sizes(Model(path=str(described), dtype="bfloat16"), device="cuda")
+    full = model_sizes(settings)
+    assert half is not None
+    assert full is not None
+    assert half.plain.bytes * 2 == full.plain.bytes
+    (described / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="is empty"):
+        model_sizes(settings)
+
+
+def test_a_plan_never_imports_ray() -> None:
+    code = (
+        "import sys\nfrom understudy.cli import main\n"
+        f"assert main(['plan', {str(ON_GPUS[1])!r}, '--cluster', 'nodes=1,gpus=8']) == 0\n"
+        "sys.exit('ray' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_docs_show_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every block of text on the page is part of what the command above it prints."""
+    monkeypatch.chdir(RECIPES.parent)
+    page = (RECIPES.parent / "docs" / "clusters.md").read_text()
+    pairs = re.findall(r"```console\nunderstudy (plan .*?)\n```.*?```text\n(.*?)\n```", page, flags=re.DOTALL)
+    assert len(pairs) == 3
+    for command, text in pairs:
+        main(command.split())
+        printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        assert text in printed, command

@@ -7,6 +7,7 @@ import gc
 import json
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,23 @@ from hypothesis import strategies as st
 pytest.register_assert_rewrite("queue_contract")
 
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
-from understudy.data.trajectory import COLUMNS, Column  # noqa: E402
-from understudy.queue import MemoryQueue, QueueTimeout, SampleQueue, SchemaError  # noqa: E402
-from understudy.queue.memory import _Uids  # noqa: E402
-from understudy.queue.schema import check_row, check_update  # noqa: E402
+from understudy.data.trajectory import COLUMNS, Column, Key  # noqa: E402
+from understudy.queue import (  # noqa: E402
+    MemoryQueue,
+    QueueTimeout,
+    SampleQueue,
+    SchemaError,
+    schema,
+)
+from understudy.queue.groups import Uids as _Uids  # noqa: E402
+
+
+def check_row(at: Key, columns: Mapping[str, Any]) -> schema.Lengths:
+    return schema.check_row(at, schema.describe(columns))
+
+
+def check_update(at: Key, columns: Mapping[str, Any], lengths: schema.Lengths) -> schema.Lengths:
+    return schema.check_update(at, schema.describe(columns), lengths)
 
 
 class TestMemoryQueue(QueueContract):
@@ -195,7 +209,7 @@ def test_takers_are_served_in_the_order_they_came() -> None:
         assert [(await taker).keys[0].uid for taker in takers] == [0, 1, 2]
         with pytest.raises(QueueTimeout):
             await queue.take("train", NEEDS, 1, deadline=0.0)
-        assert queue._takers == [], "nothing stays of takers that have gone"
+        assert queue._ledger._takers == [], "nothing stays of takers that have gone"
 
     run(test())
 

@@ -101,7 +101,7 @@ def test_rows_carry_tags_and_their_own_columns() -> None:
         trajectory = make_trajectory("011", finish="length", reward=0.5)
         await EpisodeScorer(queue, ())(Episode(EpisodeKey("train", 0, 0), PROMPT, (trajectory,)), 12)
         ref, batch = await taken(queue, "reward")
-        assert dict(ref.tags[ref.keys[0]]) == {"step": 12, "finish": "length"}
+        assert dict(ref.tags[ref.keys[0]]) == {"step": 12, "finish": "length", "tokens": 3, "actions": 2}
         assert batch.rows["reward"].tolist() == [0.5]
 
     run(test())

@@ -176,6 +176,7 @@ def test_a_trajectory_without_actions_has_empty_columns(system: str | None) -> N
         "teacher_topk_logp": [0, 3],
         "teacher_hidden": [0, 32],
         "teacher_index": [],
+        "teacher_mass_outside": [],
     }
 
 

@@ -19,8 +19,8 @@ not far then, and a traceback stays short. A number is the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, 1 for what `certify` failed, 2 for a mistake the user can fix, 130 for
-    Ctrl-C."""
+    """Run one command. Returns the exit code: 0, 1 for what `certify` failed or `plan` could not place, 2 for a mistake
+    the user can fix, 130 for Ctrl-C."""
     args = _parse(argv)
     handler: Handler = args.handler
     try:
@@ -91,19 +91,22 @@ def export_command(args: argparse.Namespace) -> None:
     print(f"exported: {args.out}")
 
 
-def plan_command(args: argparse.Namespace) -> None:
+def plan_command(args: argparse.Namespace) -> int:
     from understudy.config.load import load
+    from understudy.runtime.placement import describe_cluster
 
-    config = load(args.recipe, args.overrides).config
+    nodes = describe_cluster(args.cluster) if args.cluster is not None else None
+    config = load(args.recipe, [*args.overrides, *(["runtime=ray"] if nodes else [])]).config
     from understudy.plan import plan, show
 
-    planned = plan(config)
+    planned = plan(config, nodes)
     if args.json:
         import json
 
         print(json.dumps(planned.as_json(), indent=1, ensure_ascii=False))
     else:
         show(planned)
+    return 0 if planned.fits else 1
 
 
 def certify_command(args: argparse.Namespace) -> int:
@@ -182,6 +185,8 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = _command(commands, "plan", plan_command, "print what a step does, sends and needs, and run nothing", _PLAN)
     _add_recipe(plan)
+    described = "place the pools on a cluster that need not exist, e.g. nodes=4,gpus=8 (or with cpus=64 too)"
+    plan.add_argument("--cluster", metavar="nodes=N,gpus=N", help=described)
     plan.add_argument("--json", action="store_true", help="one object instead of text and tables")
 
     certify = _command(commands, "certify", certify_command, "prove what every objective descends", _CERTIFY)
@@ -207,8 +212,10 @@ example: understudy eval recipes/quickstart.yaml student.drop_layers=[]"""
 _SHOW = "example: understudy config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
 _PLAN = """example: understudy plan recipes/quickstart.yaml algorithm.objective=k2
 
+example: understudy plan recipes/ray/opd_4x8.yaml --cluster nodes=4,gpus=8
+
 The graph of a step, the columns with their bytes per token, and a memory estimate. No model is loaded, made or
-downloaded."""
+downloaded. With runtime: ray, or --cluster, also which replica goes where; exit code 1 if they do not fit."""
 _CERTIFY = """example: understudy certify --file my_loss.py
 
 One row for each objective, payload and form: the mean gradient of what the code computes, over everything that a tiny

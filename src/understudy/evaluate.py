@@ -12,6 +12,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,18 +22,17 @@ from safetensors.torch import load_file, save_file
 from understudy.agent_loop.contract import derive_seed, render_prompt
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.algorithms.contract import Episodes
-from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
 from understudy.assemble import Parts, assemble
-from understudy.checkpoint import CheckpointStore, load
+from understudy.checkpoint import CheckpointStore
 from understudy.config.schema import Config
 from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch, EpisodeKey, GroupKey, Key, Prompt, Trajectory
+from understudy.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
 from understudy.engines.contract import GenerateRequest, Sampling, Want
 from understudy.errors import UserError
-from understudy.learner.update import measure
-from understudy.models.weights import copy_into
+from understudy.queue.contract import BatchRef
 from understudy.record.run_directory import EvalSample
 from understudy.rollout import Order
+from understudy.scoring import EpisodeScorer, scoring_tasks
 from understudy.signals import part_means, prompt_text
 
 BASE = ("tokens", "mask", "behaviour_logp")
@@ -62,9 +62,8 @@ class Evaluator:
         self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
         self.file = directory / f"teacher_text-{self._fingerprint()}.safetensors"
         self.progress = progress
-        self._fixed: Batch | None = None
+        self._fixed: BatchRef | None = None
         self._uids = itertools.count()
-        self._limits = replace(parts.limits, temperature=1.0)
 
     def _fingerprint(self) -> str:
         """Of everything that decides the teacher's text, so that text made for other settings is not taken for it."""
@@ -84,13 +83,14 @@ class Evaluator:
     async def __call__(self) -> Evaluation:
         """Needs a running scheduler."""
         parts = self.parts
-        await parts.forget_prefixes()
-        batch = await self._sample()
-        loss = TeacherMeasures(parts.heads) if parts.heads else PlainMeasures()
-        own = measure(parts.student, batch, [loss], self._limits)
+        await parts.backstage.forget_prefixes()
+        ref = await self._sample()
+        own = await parts.backstage.measure(ref, (*BASE, *(TEACHER if self.taught else ())))
+        batch = await parts.queue.get(ref, ("tokens", "mask", *(REWARD if parts.config.rewards else ())))
+        await parts.queue.clear(ref)
         metrics: dict[str, float] = {}
-        if parts.heads:
-            fixed = measure(parts.student, await self._fixed_text(), [loss], self._limits)
+        if self.taught:
+            fixed = await parts.backstage.measure(await self._fixed_text(), (*BASE, *TEACHER))
             metrics["kl"] = _mean(own["kl"])
             metrics["kl_fixed"] = _mean(fixed["kl_forward"])
             metrics["top1_agreement"] = _mean(fixed["top1_agreement"])
@@ -100,9 +100,13 @@ class Evaluator:
             metrics |= part_means(batch.rows["reward_parts"][last], tuple(parts.config.rewards))
         metrics["entropy"] = _mean(own["entropy"])
         metrics["length"] = float(own["entropy"].lengths.double().mean())
-        return Evaluation(metrics, self._samples(batch, own["kl"] if parts.heads else None))
+        return Evaluation(metrics, self._samples(batch, own["kl"] if self.taught else None))
 
-    async def _sample(self) -> Batch:
+    @property
+    def taught(self) -> bool:
+        return bool(self.parts.config.teachers)
+
+    async def _sample(self) -> BatchRef:
         """The student answers every held-out prompt with seeds that depend on the prompt alone."""
         parts, total = self.parts, len(self.prompts)
         prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
@@ -115,35 +119,27 @@ class Evaluator:
             self.progress("evaluating: answers", done, total)
             if isinstance(outcome, EpisodeFailure):
                 raise UserError(f"validation failed: {outcome.reason}\n{outcome.detail}")
-        needs = (*BASE, *(TEACHER if parts.heads else ()), *(REWARD if parts.rewards is not None else ()))
+        needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if parts.config.rewards else ()))
         ref = await parts.queue.take("validation", needs, len(prompts))
         if ref.failed:
             raise UserError(f"validation failed: {ref.failed[0].reason}")
-        batch = await parts.queue.get(ref, needs)
-        await parts.queue.clear(ref)
-        return batch
+        return ref
 
-    async def _fixed_text(self) -> Batch:
-        """Teacher continuations with the teacher's hidden states; the text is written once and then read."""
+    async def _fixed_text(self) -> BatchRef:
+        """Teacher continuations with the teacher's hidden states; the text is written once and then read. Its rows stay
+        in the queue from the first evaluation on."""
         if self._fixed is None:
             rows = self._read() or await self._write()
-            await self.parts.forget_prefixes()  # written or read, the text is scored alike
-            scored = [
-                self.parts.teachers.score(Key("fixed", i, 0, 0, 0), prompt, row, FULL)
-                for i, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True))
-            ]
-            columns = await asyncio.gather(*scored)
-            hidden = [c["teacher_hidden"] for c in columns]
-            self._fixed = Batch(
-                tuple(Key("fixed", i, 0, 0, 0) for i in range(len(rows))),
-                {
-                    "tokens": Ragged.from_rows([r.tokens for r in rows], dtype=torch.int64),
-                    "mask": Ragged.from_rows([r.mask for r in rows], dtype=torch.bool),
-                    "behaviour_logp": Ragged.from_rows([r.behaviour_logp for r in rows], dtype=torch.float32),
-                    "teacher_hidden": Ragged.from_rows(hidden, dtype=torch.float32, trailing=hidden[0].shape[1:]),
-                },
-                {"teacher_index": torch.stack([c["teacher_index"] for c in columns])},
-            )
+            await self.parts.backstage.forget_prefixes()  # written or read, the text is scored alike
+            scorer = EpisodeScorer(self.parts.queue, (partial(self.parts.teachers.score, want=FULL),))
+            async with scoring_tasks() as tasks:
+                for number, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True)):
+                    await self.parts.queue.open(GroupKey("fixed", number), 1)
+                    tasks.create_task(scorer(Episode(EpisodeKey("fixed", number, 0), prompt, (row,)), step=-1))
+            ref = await self.parts.queue.take("fixed", (*BASE, *TEACHER), len(rows))
+            if ref.failed:
+                raise UserError(f"validation failed: {ref.failed[0].reason}")
+            self._fixed = ref
         return self._fixed
 
     def _read(self) -> list[Trajectory] | None:
@@ -186,7 +182,7 @@ class Evaluator:
         key = EpisodeKey("fixed", number, 0)
         seed = derive_seed(parts.config.seed, "fixed", prompt.source, prompt.row)
         request = GenerateRequest("/".join(map(str, key)), tokens, sampling, seed, key)
-        answer = await parts.teacher_engines[parts.teachers.route(prompt)].generate(request)
+        answer = await parts.backstage.write(parts.teachers.route(prompt), request)
         mask = torch.zeros(len(tokens) + len(answer.tokens), dtype=torch.bool)
         mask[len(tokens) :] = True
         return _given(torch.cat([tokens, answer.tokens]), mask)
@@ -209,14 +205,16 @@ def evaluate_run(config: Config, run: Path | None, checkpoint: str) -> dict[str,
     from understudy.record.display import Display
 
     with Display(0, f"eval {config.name}") as display:
-        parts = assemble(config, display.note)
+        parts, path = assemble(config, display.note), None
         if run is not None:
-            found = load(CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint))
-            copy_into(parts.student.model, found.tensors["model"])
+            path = CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint)
         directory = (run or Path(config.out) / config.name) / "validation"
 
         async def go() -> Evaluation:
-            async with parts.running():
+            async with parts.backstage.running():
+                if path is not None:
+                    await parts.backstage.restore(path)
+                    await parts.backstage.publish(0)
                 return await Evaluator(parts, directory, display.progress)()
 
         return asyncio.run(go()).metrics

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from understudy.algorithms.contract import Episodes
-from understudy.checkpoint import load
+from understudy.checkpoint import Best
 from understudy.config.load import dump
 from understudy.config.schema import Config, Distill
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Prompt
 from understudy.errors import UserError
 from understudy.learner.update import NonFiniteLoss
-from understudy.learning import Trainable
-from understudy.models.weights import copy_named
-from understudy.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
 from understudy.queue.contract import BatchRef
 from understudy.record.display import final_table
 from understudy.record.report import write_report
@@ -77,7 +73,7 @@ async def validate(run: Run) -> None:
         return
     with run.display.phase("evaluate"):
         evaluation = await run.evaluator()
-    _engine_seconds(run)  # so that the next step does not count them
+    await run.parts.backstage.seconds()  # so that the next step does not count them
     run.directory.log_validation(run.step, evaluation.metrics, evaluation.samples)
     for writer in run.writers:
         writer.log(run.step, {f"validation/{name}": value for name, value in evaluation.metrics.items()})
@@ -88,30 +84,29 @@ async def validate(run: Run) -> None:
 async def record(
     run: Run,
     ref: BatchRef,
-    batch: Batch,
     metrics: dict[str, float],
     columns: Mapping[str, Ragged],
     prompts: list[Prompt],
 ) -> None:
     """One line of metrics for the step, and its episodes if the recipe keeps them."""
-    actions = int(batch.columns["mask"].values.sum())
+    lengths = torch.tensor([int(ref.tags[key]["actions"]) for key in ref.keys])
+    actions = int(lengths.sum())
     if len(run.parts.config.rewards) > 1:
         judged = await run.parts.queue.get(ref, ("reward_parts",))
         last = Episodes.of(judged).reward_row
         metrics |= part_means(judged.rows["reward_parts"][last], tuple(run.parts.config.rewards))
     if "teacher_mass_outside" in ref.columns:
         outside = (await run.parts.queue.get(ref, ("teacher_mass_outside",))).rows["teacher_mass_outside"]
-        lengths = batch.columns["behaviour_logp"].lengths
         metrics["teacher_mass_outside"] = float((outside * lengths).sum() / max(actions, 1))
     metrics |= {
         "tokens": float(actions),
-        "length": actions / len(batch),
+        "length": actions / len(ref),
         "tokens_per_second": actions / metrics["step_seconds"],
-        "trajectories": float(len(batch)),
+        "trajectories": float(len(ref)),
         "failed_groups": float(len(ref.failed)),
         "stale_groups": float(len(ref.stale)),
         "replaced_groups": float(run.replaced),
-        **_phase_seconds(run),
+        **await _phase_seconds(run),
     }
     chosen = run.parts.config.algorithm
     if "divergence" in metrics and isinstance(chosen, Distill) and chosen.objective in ("reverse_kl", "k1", "k3"):
@@ -137,31 +132,26 @@ def check_budget(run: Run, ref: BatchRef, step: int) -> None:
         )
 
 
-def _phase_seconds(run: Run) -> dict[str, float]:
+async def _phase_seconds(run: Run) -> dict[str, float]:
     """Where the step's time went; embedded, generation and scoring take turns, so their times do not overlap."""
-    generate, teacher = _engine_seconds(run)
+    generate, teacher = await run.parts.backstage.seconds()
     update = run.display.phase_metrics().get("seconds/update", 0.0)
     return {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
 
 
-def _engine_seconds(run: Run) -> tuple[float, float]:
-    """Seconds of generation and of scoring since this was last asked."""
-    engines = run.parts.engines
-    generate = sum(engine.counts.generate_seconds for engine in engines)
-    score = sum(engine.counts.score_seconds for engine in engines)
-    for engine in engines:
-        engine.counts.generate_seconds = engine.counts.score_seconds = 0.0
-    return generate, score
+def shown_rows(config: Config, ref: BatchRef) -> int:
+    """How many rows of a step, from its first, go into the record with what the learner saw at every action."""
+    kept = {"all": len(ref), "sample": SAMPLED_ROLLOUTS, "none": 0}
+    return min(kept[config.record.rollouts], len(ref))
 
 
 async def _record_rollouts(run: Run, ref: BatchRef, columns: Mapping[str, Ragged], prompts: list[Prompt]) -> None:
-    keep = run.parts.config.record.rollouts
-    if keep == "none" or "student_logp" not in columns:
+    shown = ref.rows(range(shown_rows(run.parts.config, ref)))
+    if not shown.keys or "student_logp" not in columns:
         return
-    batch = await run.parts.queue.get(ref, ("tokens", "mask", "version", "teacher_index", "reward"))
-    count = len(batch) if keep == "all" else min(SAMPLED_ROLLOUTS, len(batch))
+    batch = await run.parts.queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward"))
     by_uid = {prompt.uid: prompt for prompt in prompts}
-    rows = [_rollout_row(run, ref, batch, columns, by_uid, number) for number in range(count)]
+    rows = [_rollout_row(run, ref, batch, columns, by_uid, number) for number in range(len(batch))]
     run.directory.log_rollouts(run.step, rows)
 
 
@@ -191,36 +181,13 @@ def _row(columns: Mapping[str, Ragged], name: str, number: int) -> tuple[float, 
     return tuple(columns[name].row(number).tolist()) if name in columns else None
 
 
-def save(run: Run) -> Path:
+async def save(run: Run) -> Path:
     """A checkpoint of this step; the best one is marked by the measure that the recipe names."""
-    rng, rng_state = pack_rng()
     measure = best_measure(run.parts.config)
     value, best = _best(run, measure)
-    tensors, state = {"rng": rng}, {}
-    for name, trainable in _trainables(run).items():
-        tensors[f"{name}optimizer"], state[f"{name}optimizer"] = pack_optimizer(trainable.optimizer, trainable.named)
-        tensors[name.rstrip("_") or "model"] = {key: p.detach() for key, p in trainable.named}
-    return run.checkpoints.save(
-        run.step,
-        tensors,
-        {
-            "version": run.version,
-            "data": run.parts.stream.state(),
-            **state,
-            "rng": rng_state,
-            "threads": torch.get_num_threads(),
-            "failures": run.failures,
-        },
-        best=best,
-        measure=measure,
-        value=value,
-    )
-
-
-def _trainables(run: Run) -> dict[str, Trainable]:
-    """What a checkpoint holds, by the prefix of its names."""
-    critic = {"critic_": run.parts.critic} if run.parts.critic is not None else {}
-    return {"": run.parts.learner, **critic}
+    state = {"version": run.version, "data": run.parts.stream.state(), "failures": run.failures}
+    mark = Best(run.step, measure, value) if best else None
+    return await run.parts.backstage.save(run.checkpoints, run.step, state, mark)
 
 
 def best_measure(config: Config) -> str:
@@ -242,7 +209,7 @@ def _best(run: Run, measure: str) -> tuple[float | None, bool]:
     return now[0], now[0] > mark.value if measure in HIGHER_IS_BETTER else now[0] < mark.value
 
 
-def restore(run: Run) -> None:
+async def restore(run: Run) -> None:
     """Go back to the last checkpoint: weights, optimizer, data position, version, and the record up to there."""
     run.checkpoints.recover()
     if not run.checkpoints.steps():
@@ -250,12 +217,7 @@ def restore(run: Run) -> None:
         run.directory.keep_config(dump(run.parts.config))
         run.display.note("no checkpoint yet: starting from the beginning")
         return
-    found = load(run.checkpoints.latest())
-    for name, trainable in _trainables(run).items():
-        copy_named(trainable.named, found.tensors[name.rstrip("_") or "model"])
-        key = f"{name}optimizer"
-        unpack_optimizer(trainable.optimizer, list(trainable.named), found.tensors[key], found.state[key])
-    unpack_rng(found.tensors["rng"], found.state["rng"])
+    found = await run.parts.backstage.restore(run.checkpoints.latest())
     run.parts.stream.restore(found.state["data"])
     run.step, run.version = found.step, found.state["version"]
     run.failures = list(found.state["failures"])
@@ -269,8 +231,9 @@ def restore(run: Run) -> None:
     run.display.note(f"resumed at step {run.step} of {run.parts.config.steps}")
 
 
-def dump_batch(run: Run, batch: Batch, step: int, error: NonFiniteLoss) -> str:
+async def dump_batch(run: Run, ref: BatchRef, step: int, error: NonFiniteLoss) -> str:
     """Keep the batch that gave NaN and say which rows did."""
+    batch = await run.parts.queue.get(ref, run.parts.algorithm.needs)
     path = run.directory.path / f"nonfinite-step-{step:06d}.safetensors"
     tensors = {name: column.values.contiguous() for name, column in batch.columns.items()}
     tensors |= {f"{name}_offsets": column.offsets for name, column in batch.columns.items()}
@@ -310,8 +273,7 @@ def finish(run: Run) -> None:
             "objective": run.parts.algorithm.note,
             "failed_groups": run.failures,
             "queue": counts,
-            "rewards": dict(run.parts.rewards.counts) if run.parts.rewards is not None else {},
-            "teachers": {name: asdict(engine.counts) for name, engine in run.parts.teacher_engines.items()},
+            **run.counts,
         }
     )
     write_report(run.directory)

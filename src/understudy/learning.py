@@ -1,12 +1,16 @@
 """From a batch to new weights: the signal (old log-probs, values, advantages), then one update or several.
 
 What no loss needs is not computed: supervised distillation goes straight to its one update.
+
+Several ranks share a batch: each resolves its own rows and computes on them. Advantages compare rows with others, so
+what they are made of (a number per action or row, never a distribution) is exchanged between ranks first, and every
+rank computes the same signal as one process would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,8 +19,10 @@ from understudy.algorithms.contract import Algorithm, Episodes, Signal
 from understudy.algorithms.policy import ReadLogp
 from understudy.algorithms.ppo import ReadValues
 from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch, GroupKey
-from understudy.learner.update import Limits, measure
+from understudy.data.trajectory import Batch, GroupKey, Key
+from understudy.learner.packing import deal, in_order
+from understudy.learner.ranks import Ranks, alone
+from understudy.learner.update import Limits, measure, update
 from understudy.losses.contract import Loss
 from understudy.models.causal_lm import CausalLM
 from understudy.queue.contract import BatchRef, SampleQueue
@@ -51,31 +57,80 @@ class Schedule:
     """False: only the critic learns"""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows of a batch that one rank holds, and what it knows of the others."""
+
+    keys: tuple[Key, ...]
+    """of the whole batch"""
+    actions: Tensor
+    """int64 [rows]: of the whole batch"""
+    mine: list[int]
+    """numbers of the rows that are here, ascending"""
+    ranks: Ranks = alone
+
+    @classmethod
+    def all_of(cls, batch: Batch) -> Share:
+        return cls(batch.keys, batch.columns["behaviour_logp"].lengths, list(range(len(batch))))
+
+    @classmethod
+    def dealt(cls, ref: BatchRef, ranks: Ranks) -> Share:
+        """Tokens are spread evenly. Every rank finds the same shares by itself, from the tags of the rows."""
+        tokens, actions = ([int(ref.tags[key][tag]) for key in ref.keys] for tag in ("tokens", "actions"))
+        mine = deal(tokens, ranks.count)[ranks.number]
+        return cls(ref.keys, torch.tensor(actions, dtype=torch.int64), mine, ranks)
+
+    def whole(self, batch: Batch) -> Batch:
+        """All rows with the columns that signals are made of: one number per action or row."""
+        if self.ranks.count == 1:
+            return batch
+        small = {name: c for name, c in batch.columns.items() if not c.trailing and name not in ("tokens", "mask")}
+        parts = self.ranks.all((self.mine, small, dict(batch.rows)))
+        order = torch.tensor([row for numbers, _, _ in parts for row in numbers], dtype=torch.int64).argsort()
+        rows = {name: torch.cat([values[name] for _, _, values in parts])[order] for name in batch.rows}
+        return Batch(self.keys, in_order([(numbers, columns) for numbers, columns, _ in parts]), rows)
+
+    def own(self, signal: Signal) -> Signal:
+        """The part of a signal over all rows that belongs here."""
+        if self.ranks.count == 1:
+            return signal
+        rows = {name: values[torch.tensor(self.mine, dtype=torch.int64)] for name, values in signal.rows.items()}
+        return Signal(rows, {name: column.select(self.mine) for name, column in signal.columns.items()}, signal.metrics)
+
+
 def prepare(
-    algorithm: Algorithm, student: Trainable, critic: Trainable | None, batch: Batch, limits: Limits
+    algorithm: Algorithm,
+    student: Trainable,
+    critic: Trainable | None,
+    batch: Batch,
+    limits: Limits,
+    share: Share | None = None,
 ) -> tuple[Batch, dict[str, float]]:
     """Add what the losses need and rollout could not give; it is held fixed during the updates."""
-    signals: list[Signal] = []
+    share = share or Share.all_of(batch)
     if "old_logp" in algorithm.derives:
-        signals.append(_read(student, batch, ReadLogp(), limits))
+        batch = _read(student, batch, ReadLogp(), limits, share.ranks).added_to(batch)
     if "values" in algorithm.derives:
         assert critic is not None
-        signals.append(_read(critic, batch, ReadValues(), limits))
-    if algorithm.over_rows is not None:
-        signals.append(algorithm.over_rows(batch.rows, Episodes.of(batch)))
+        batch = _read(critic, batch, ReadValues(), limits, share.ranks).added_to(batch)
     metrics: dict[str, float] = {}
-    for signal in signals:
-        batch = signal.added_to(batch)
+    if algorithm.over_rows is None and algorithm.over_columns is None:
+        return batch, metrics
+    whole = share.whole(batch)
+    if algorithm.over_rows is not None:
+        signal = algorithm.over_rows(whole.rows, Episodes.of(whole))
+        whole, batch = signal.added_to(whole), share.own(signal).added_to(batch)
         metrics |= signal.metrics
-    if algorithm.over_columns is not None and batch.columns["behaviour_logp"].values.numel():
-        signal = algorithm.over_columns(batch)
-        batch, metrics = signal.added_to(batch), {**metrics, **signal.metrics}
+    if algorithm.over_columns is not None and whole.columns["behaviour_logp"].values.numel():
+        signal = algorithm.over_columns(whole)
+        batch = share.own(signal).added_to(batch)
+        metrics |= signal.metrics
     return batch, metrics
 
 
-def _read(who: Trainable, batch: Batch, reader: Loss, limits: Limits) -> Signal:
+def _read(who: Trainable, batch: Batch, reader: Loss, limits: Limits, ranks: Ranks) -> Signal:
     """The column that the reader is named after, and none of those that are measured beside it."""
-    found = measure(who.model, batch, [reader], limits)
+    found = measure(who.model, batch, [reader], limits, ranks)
     return Signal(columns={name: column for name, column in found.items() if name == reader.name})
 
 
@@ -87,7 +142,7 @@ class Update:
     losses: Sequence[Loss]
     batch: Batch
     rows: list[int]
-    """their numbers in the whole batch"""
+    """their numbers among the rows that are here"""
     prefix: str = ""
     """of its metrics' names"""
     recorded: bool = False
@@ -95,19 +150,32 @@ class Update:
 
 
 def updates(
-    algorithm: Algorithm, student: Trainable, critic: Trainable | None, batch: Batch, schedule: Schedule
+    algorithm: Algorithm,
+    student: Trainable,
+    critic: Trainable | None,
+    batch: Batch,
+    schedule: Schedule,
+    share: Share | None = None,
 ) -> Iterator[Update]:
-    """All updates of one step, the critic's first."""
+    """All updates of one step, the critic's first. Mini-batches are cut from the rows of all ranks."""
+    share = share or Share.all_of(batch)
+    whole = Batch(share.keys, {}, {})
+    here = {row: number for number, row in enumerate(share.mine)}
     learners = [] if critic is None else [(critic, algorithm.critic_losses, "critic_")]
     if schedule.actor:
         learners.append((student, algorithm.losses, ""))
     for trainable, losses, prefix in learners:
         for epoch in range(schedule.epochs):
-            for rows in minibatches(batch, schedule, epoch):
-                part = batch if len(rows) == len(batch) else batch.select(rows)
+            for rows in minibatches(whole, schedule, epoch):
+                places = [place for place, row in enumerate(rows) if row in here]
+                mine = [here[rows[place]] for place in places]
+                part = batch if len(mine) == len(batch) else batch.select(mine)
                 if algorithm.aggregate is not None:
-                    part = Signal(columns=algorithm.aggregate(part.columns["behaviour_logp"].lengths)).added_to(part)
-                yield Update(trainable, losses, part, rows, prefix, recorded=trainable is student and epoch == 0)
+                    weights = algorithm.aggregate(share.actions[torch.tensor(rows, dtype=torch.int64)])
+                    if len(places) < len(rows):
+                        weights = {name: column.select(places) for name, column in weights.items()}
+                    part = Signal(columns=weights).added_to(part)
+                yield Update(trainable, losses, part, mine, prefix, recorded=trainable is student and epoch == 0)
 
 
 @dataclass(slots=True)
@@ -127,7 +195,7 @@ class Learned:
 
     def summary(self) -> tuple[dict[str, float], dict[str, Ragged]]:
         """Metrics of the step, and the per-action columns in the order of its batch."""
-        return {**self.metrics, **summary(self.found)}, _in_order(self.parts) if self.parts else {}
+        return {**self.metrics, **summary(self.found)}, in_order(self.parts) if self.parts else {}
 
 
 def minibatches(batch: Batch, schedule: Schedule, epoch: int) -> list[list[int]]:
@@ -157,24 +225,6 @@ def summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return result
 
 
-def _in_order(parts: Sequence[tuple[list[int], dict[str, Ragged]]]) -> dict[str, Ragged]:
-    """Columns of mini-batches put back into the order of the batch."""
-    if len(parts) == 1:
-        return parts[0][1]
-    present = [part for part in parts if part[1]]
-    if not present:
-        return {}
-    result: dict[str, Ragged] = {}
-    for name, like in present[0][1].items():
-        rows: dict[int, Tensor] = {}
-        for numbers, columns in present:
-            rows |= dict(zip(numbers, columns[name].rows(), strict=True))
-        empty = like.values[:0]
-        ordered = [rows.get(number, empty) for number in range(sum(len(numbers) for numbers, _ in parts))]
-        result[name] = Ragged.from_rows(ordered, dtype=like.values.dtype, trailing=like.trailing)
-    return result
-
-
 async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
     """Groups whose episodes all have the same reward, that of their last trajectories: they teach nothing."""
     batch = await queue.get(ref, ("reward",))
@@ -183,3 +233,54 @@ async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
     for episode, reward in last.items():
         rewards.setdefault(episode.group, set()).add(reward)
     return [group for group, seen in rewards.items() if len(seen) == 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """Everything that learns, on one rank: resolves its rows of a batch where they are used."""
+
+    algorithm: Algorithm
+    student: Trainable
+    critic: Trainable | None
+    queue: SampleQueue
+    limits: Limits
+    clip_norm: float
+    measures: Loss
+    """what evaluation looks at"""
+    ranks: Ranks = alone
+
+    async def learn(
+        self, ref: BatchRef, rate: float, schedule: Schedule, shown: int
+    ) -> tuple[dict[str, float], dict[str, Ragged]]:
+        """All updates of a step: its metrics, and the per-action columns of those of its first `shown` rows that are
+        here. NonFiniteLoss on every rank if any finds one; the weights are then as they were before that update."""
+        share = Share.dealt(ref, self.ranks)
+        batch = await self.queue.get(ref.rows(share.mine), self.algorithm.needs)
+        self.student.set_rate(rate)
+        batch, signalled = prepare(self.algorithm, self.student, self.critic, batch, self.limits, share)
+        learned = Learned(signalled)
+        for work in updates(self.algorithm, self.student, self.critic, batch, schedule, share):
+            who = work.trainable
+            learned.add(
+                work,
+                *update(
+                    who.model,
+                    who.optimizer,
+                    work.batch,
+                    work.losses,
+                    self.limits,
+                    self.clip_norm,
+                    who.parameters,
+                    self.ranks,
+                ),
+            )
+        metrics, columns = learned.summary()
+        first = [number for number, row in enumerate(share.mine) if row < shown]
+        return metrics, {name: column.select(first) for name, column in columns.items()}
+
+    async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
+        """Per-action columns of the rows that are here, at temperature 1."""
+        share = Share.dealt(ref, self.ranks)
+        batch = await self.queue.get(ref.rows(share.mine), columns)
+        limits = replace(self.limits, temperature=1.0)
+        return measure(self.student.model, batch, [self.measures], limits, self.ranks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,19 +18,19 @@ from rich.text import Text
 from torch import Tensor
 
 from understudy.algorithms.contract import Algorithm, Episodes, Signal
-from understudy.assemble import PREFIX_TOKENS, load_plugin
-from understudy.config.schema import Config, Model, Optimizer, Ppo, Reinforcement
+from understudy.build import load_plugin
+from understudy.config.pools import pool_members
+from understudy.config.schema import Config, Model, Ppo, Reinforcement
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import COLUMNS, Batch, EpisodeKey
-from understudy.engines.torch_lm import CACHE_BLOCK
 from understudy.errors import UserError
-from understudy.models.sizes import Sizes, Weights, model_sizes
+from understudy.models.sizes import Sizes, model_sizes
 from understudy.models.sources import ModelError
+from understudy.plan_cluster import ClusterPlan, plan_cluster, show_cluster
+from understudy.plan_memory import Item, available_memory, embedded_memory, readable
+from understudy.runtime.contract import Node
 from understudy.signals import build_algorithm, schedule
 
-LOGIT_BUFFERS = 3
-"""[actions, vocabulary] float32 buffers of a chunk that are alive at once: the logits, the log-probs (or the
-teacher's), and their gradient."""
 WIDE = 200
 """Characters of a line where nobody looks on: a pipe or a file."""
 
@@ -63,17 +62,6 @@ class PlannedColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """Something that takes memory."""
-
-    name: str
-    bytes: int | None
-    """None: not known yet"""
-    how: str
-    """what was multiplied"""
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What `understudy plan` prints."""
 
@@ -92,6 +80,8 @@ class Plan:
     """memory of everything but the columns"""
     available: int | None
     """bytes that this machine can give; None where it does not tell"""
+    cluster: ClusterPlan | None = None
+    """where replicas live and what each device holds, if the run is not in one process"""
 
     @property
     def bytes_per_action(self) -> int | None:
@@ -127,10 +117,15 @@ class Plan:
     def too_large(self) -> bool:
         return self.available is not None and self.total > self.available
 
+    @property
+    def fits(self) -> bool:
+        """Every replica has a place."""
+        return self.cluster is None or self.cluster.refusal is None
+
     def as_json(self) -> dict[str, Any]:
         """Everything that is printed, and the sums. Sizes are in bytes; null is not known yet."""
         return {
-            **{name: value for name, value in asdict(self).items() if name != "models"},
+            **{name: value for name, value in asdict(self).items() if name not in ("models", "cluster")},
             "bytes_per_action": self.bytes_per_action,
             "bytes_per_row": self.bytes_per_row,
             "step_bytes": self.step_bytes,
@@ -138,14 +133,18 @@ class Plan:
             "total": self.total,
             "complete": self.complete,
             "too_large": self.too_large,
+            "cluster": None if self.cluster is None else self.cluster.as_json(),
+            "fits": self.fits,
         }
 
 
-def plan(config: Config) -> Plan:
-    """Work everything out. Raises UserError with all models that cannot be used."""
+def plan(config: Config, nodes: Sequence[Node] | None = None) -> Plan:
+    """Work everything out, on a cluster of those nodes if the runtime is one. Raises UserError with all models that
+    cannot be used."""
     for file in config.plugins:
         load_plugin(file)
     algorithm, sizes = build_algorithm(config), _all_sizes(config)
+    embedded = config.runtime == "inline"
     return Plan(
         name=config.name,
         note=algorithm.note,
@@ -154,8 +153,9 @@ def plan(config: Config) -> Plan:
         columns=(*_travelling(config, algorithm, sizes), *_added(algorithm)),
         rows=config.prompts_per_step * config.rollout.samples,
         answer_tokens=config.rollout.max_tokens,
-        models=tuple(_memory(config, algorithm, sizes)),
-        available=available_memory(),
+        models=tuple(embedded_memory(config, algorithm, sizes)) if embedded else (),
+        available=available_memory() if embedded else None,
+        cluster=None if embedded else plan_cluster(config, algorithm, sizes, nodes),
     )
 
 
@@ -164,8 +164,10 @@ def _graph(config: Config, algorithm: Algorithm) -> tuple[Stage, ...]:
     sampled = (
         f"{rollout.samples} {'samples' if rollout.samples > 1 else 'sample'} each, up to {rollout.max_tokens} tokens"
     )
-    together = min(config.engine.slots, episodes)
-    acts = f"student, {rollout.agent_loop}: {sampled}; {together} at a time in {config.engine.slots} slots"
+    engines = config.pools[config.engine.pool].replicas if config.runtime == "ray" else 1
+    slots = f"{engines} × {config.engine.slots}" if engines > 1 else f"{config.engine.slots}"
+    together = min(engines * config.engine.slots, episodes)
+    acts = f"student, {rollout.agent_loop}: {sampled}; {together} at a time in {slots} slots"
     waits = ", ".join(algorithm.needs)
     stages = [
         Stage("prompts", f"{config.prompts_per_step} a step from {config.data.train}"),
@@ -174,11 +176,16 @@ def _graph(config: Config, algorithm: Algorithm) -> tuple[Stage, ...]:
         Stage("queue", f"waits for whole groups with {waits}"),
         Stage("signal", "held fixed during the updates", tuple(_signal(algorithm))),
         _updates(config, algorithm),
-        Stage(
-            "publish", f"the engine goes on with the new weights; runtime {config.runtime}: one process for all models"
-        ),
+        Stage("publish", _publication(config)),
     ]
     return tuple(stage for stage in stages if stage.parts or stage.name not in ("scoring", "signal"))
+
+
+def _publication(config: Config) -> str:
+    if config.runtime == "inline":
+        return "the engine goes on with the new weights; runtime inline: one process for all models"
+    loaded = f"the student's engines load the new weights within {config.ray.publish_deadline:g} s"
+    return f"{loaded}; runtime ray: pools {', '.join(config.pools)}"
 
 
 def _scoring(config: Config, algorithm: Algorithm) -> Iterator[Stage]:
@@ -313,7 +320,7 @@ def _all_sizes(config: Config) -> dict[str, Sizes | None]:
     mistakes: list[str] = []
     for key, settings in models.items():
         try:
-            sizes[key] = model_sizes(settings, config.student.lora if key == "student" else None)
+            sizes[key] = _sizes(config, key, settings)
         except ModelError as error:
             mistakes.append(f"{key}: {error}")
     if mistakes:
@@ -322,92 +329,21 @@ def _all_sizes(config: Config) -> dict[str, Sizes | None]:
     return sizes
 
 
-def optimizer_bytes(settings: Optimizer, learns: Weights) -> int:
-    """AdamW keeps two moments of every number and a step count per tensor; plain SGD keeps nothing."""
-    return 2 * learns.bytes + torch.float32.itemsize * learns.tensors if settings.name == "adamw" else 0
-
-
-def _memory(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None]) -> Iterator[Item]:
-    student = sizes["student"]
-    if student is None:
-        yield Item("student", None, _not_made(config.student.path))
-    else:
-        yield from _learning(config, algorithm, student)
-    for name, teacher in config.teachers.items():
-        known = sizes[f"teachers.{name}"]
-        how = _not_made(teacher.path) if known is None else _parameters(known.plain)
-        yield Item(f"teacher {name} weights", None if known is None else known.plain.bytes, how)
-    each = sum(size.cached for size in sizes.values() if size is not None)
-    if config.rollout.samples > 1 and each:
-        how = f"{PREFIX_TOKENS:,} tokens × {each:,} bytes (student and teachers), for other samples of the same prompts"
-        yield Item("kept prompts", PREFIX_TOKENS * each, how)
-
-
-def _learning(config: Config, algorithm: Algorithm, student: Sizes) -> Iterator[Item]:
-    """Everything that has the student's shape."""
-    settings, learns, critic = config.optimizer, student.learns, student.critic_learns
-    adapter = "adapter only: " if config.student.lora is not None else ""
-    moments = "two moments, and a step count per tensor" if settings.name == "adamw" else "keeps nothing"
-    yield Item("student weights", student.adapted.bytes, f"{_parameters(student.adapted)}, for engine and learner")
-    yield Item("student gradients", learns.bytes, f"{adapter}{_parameters(learns)}")
-    yield Item("student optimizer", optimizer_bytes(settings, learns), f"{adapter}{settings.name}, {moments}")
-    if algorithm.critic_losses:
-        taken = student.critic.bytes + critic.bytes + optimizer_bytes(settings, critic)
-        yield Item("critic", taken, f"weights, gradients and {settings.name}: {_parameters(critic)} learn")
-    if "reference_logp" in algorithm.needs:
-        yield Item("reference weights", student.plain.bytes, _parameters(student.plain))
-    yield _cache(config, student)
-    chunk = settings.logit_tokens * student.vocabulary * LOGIT_BUFFERS * torch.float32.itemsize
-    how = f"logit_tokens {settings.logit_tokens:,} × vocabulary {student.vocabulary:,} × {LOGIT_BUFFERS} × 4 bytes"
-    yield Item("logits of a chunk", chunk, how)
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    tokens = min(settings.micro_batch_tokens, config.prompts_per_step * config.rollout.samples * longest)
-    inner = "2·inner" if config.student.lora is None else "4·inner + 7·rank"
-    formula = f"layers × (4·width + 5·heads·head width + {inner}) numbers"
-    how = f"{tokens:,} tokens of a micro-batch × {student.kept:,} bytes: {formula}"
-    yield Item("activations", tokens * student.kept, how)
-
-
-def _cache(config: Config, student: Sizes) -> Item:
-    slots, context = config.engine.slots, config.engine.context
-    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
-    used = min(slots, config.prompts_per_step * config.rollout.samples)
-    reached = min(-(-longest // CACHE_BLOCK) * CACHE_BLOCK, context)
-    how = f"{slots:,} slots × {context:,} positions × {student.cached:,} bytes at most"
-    return Item(
-        "key-value cache",
-        slots * context * student.cached,
-        f"{how}; it grows as needed, in training to {readable(used * reached * student.cached)} "
-        f"({used:,} × {reached:,}) if a prompt has data.max_prompt_tokens",
+def _sizes(config: Config, key: str, settings: Model) -> Sizes | None:
+    """In the dtype that the model has where it lives."""
+    lora = config.student.lora if key == "student" else None
+    member = "engine.pool" if key == "student" else f"{key}.pool"
+    on_gpu = config.runtime == "ray" and any(
+        config.pools[each.pool].device == "gpu" for each in pool_members(config) if each.key == member
     )
-
-
-def _parameters(weights: Weights) -> str:
-    return f"{weights.numbers:,} parameters × {weights.bytes / max(weights.numbers, 1):g} bytes"
-
-
-def _not_made(path: str) -> str:
-    return f"sizes are unknown until {path} has been made or fetched, which `understudy train` does"
-
-
-def available_memory() -> int | None:
-    """Bytes that new work could get without swapping: what the kernel says, at most the container's limit."""
-    found: list[int] = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        pass
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            found.append(int(Path(limit).read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
-    return min(found, default=None)
+    if not on_gpu:
+        return model_sizes(settings, lora)
+    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    return model_sizes(settings.model_copy(update={"dtype": dtype}), lora, "cuda")
 
 
 def show(planned: Plan, console: Console | None = None) -> None:
-    """The note, the graph, the columns, the memory."""
+    """The note, the graph, the columns, the memory or the placement."""
     if console is None:
         console = Console(highlight=False)
         console = console if console.is_terminal else Console(highlight=False, width=WIDE)
@@ -416,6 +352,9 @@ def show(planned: Plan, console: Console | None = None) -> None:
     console.print(_column_table(planned))
     console.print(Text(_column_totals(planned)), soft_wrap=True)
     console.print()
+    if planned.cluster is not None:
+        show_cluster(planned.cluster, console)
+        return
     console.print(_memory_table(planned))
     for line, style in _verdict(planned):
         console.print(Text(line, style=style), soft_wrap=True)
@@ -475,14 +414,6 @@ def _verdict(planned: Plan) -> Iterator[tuple[str, str]]:
         over = f"{readable(planned.total)} is more than the {readable(planned.available)} available"
         ways = "engine.slots, engine.context or optimizer.micro_batch_tokens, use student.lora, or a smaller model"
         yield f"warning: {over}: lower {ways}", "bold red"
-
-
-def readable(count: int) -> str:
-    """Bytes as people read them."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count} B"
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

@@ -45,7 +45,12 @@ class EpisodeScorer:
     async def __call__(self, episode: Episode, step: int) -> None:
         keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
         for key, trajectory in zip(keys, episode.trajectories, strict=True):
-            tags: dict[str, int | float | str] = {"step": step, "finish": trajectory.finish}
+            tags: dict[str, int | float | str] = {
+                "step": step,
+                "finish": trajectory.finish,
+                "tokens": len(trajectory.tokens),
+                "actions": len(trajectory.behaviour_logp),
+            }
             await self.queue.put(key, trajectory.columns(), tags)
         await self.queue.seal(episode.key, len(keys))
         rows = list(zip(keys, episode.trajectories, strict=True))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from understudy import history
 from understudy.assemble import Parts, assemble
@@ -23,15 +24,14 @@ from understudy.data.trajectory import GroupKey, Prompt
 from understudy.errors import UserError
 from understudy.evaluate import Evaluator
 from understudy.learner.optimizer import learning_rate
-from understudy.learner.update import NonFiniteLoss, update
-from understudy.learning import Learned, flat_groups, prepare, updates
+from understudy.learner.update import NonFiniteLoss
+from understudy.learning import flat_groups
 from understudy.queue.contract import BatchRef
 from understudy.record.display import Display
 from understudy.record.run_directory import RunDirectory
 from understudy.rollout import EpisodeDone, EpisodeTimes
 from understudy.runtime.interrupt import on_interrupt
 from understudy.signals import schedule
-from understudy.weights import publish
 
 
 @dataclass(slots=True)
@@ -49,6 +49,8 @@ class Run:
     stopping: bool = False
     replaced: int = 0
     failures: list[str] = field(default_factory=list)
+    counts: dict[str, Any] = field(default_factory=dict)
+    """of rewards and teachers, at the end"""
 
     def stop(self) -> None:
         self.stopping = True
@@ -59,7 +61,8 @@ def train(config: Config) -> Path:
     """Train from the beginning; returns the run's directory, which must not hold a run yet."""
     directory = RunDirectory(Path(config.out) / config.name)
     directory.require_free()
-    with _opened(config, directory, resumed=False) as run:
+    with _opened(config, directory) as run:
+        RunDirectory.create(directory.path, dump(config))
         asyncio.run(all_steps(run))
     return directory.path
 
@@ -69,23 +72,18 @@ def resume(path: Path | str, steps: int | None = None) -> Path:
     directory = RunDirectory.open(path)
     overrides = [f"steps={steps}"] if steps is not None else []
     config = load(directory.path / "config.yaml", overrides).config
-    with _opened(config, directory, resumed=True) as run:
-        asyncio.run(all_steps(run))
+    with _opened(config, directory) as run:
+        asyncio.run(all_steps(run, resumed=True))
     return directory.path
 
 
 @contextmanager
-def _opened(config: Config, directory: RunDirectory, *, resumed: bool) -> Iterator[Run]:
+def _opened(config: Config, directory: RunDirectory) -> Iterator[Run]:
     """A run from its parts to its summary. Nothing is written before models and data have been checked."""
     with Display(config.steps, config.name) as display:
         run = open_run(config, directory, display)
         history.announce(run)
-        if resumed:
-            history.restore(run)
-        else:
-            RunDirectory.create(directory.path, dump(config))
-        with history.writing(run):
-            yield run
+        yield run
     history.finish(run)
 
 
@@ -97,12 +95,14 @@ def open_run(config: Config, directory: RunDirectory, display: Display) -> Run:
     return Run(parts, directory, checkpoints, display, evaluator)
 
 
-async def all_steps(run: Run) -> None:
-    """The whole of training."""
+async def all_steps(run: Run, *, resumed: bool = False) -> None:
+    """The whole of training, from the last checkpoint on if it is resumed."""
     config = run.parts.config
-    async with run.parts.running():
-        with on_interrupt(run.stop):
-            await publish([run.parts.student_engine], run.version, None)
+    async with run.parts.backstage.running():
+        if resumed:
+            await history.restore(run)
+        with history.writing(run), on_interrupt(run.stop):
+            await run.parts.backstage.publish(run.version)
             if run.step == 0:
                 await history.validate(run)
             while run.step < config.steps and not run.stopping:
@@ -111,36 +111,29 @@ async def all_steps(run: Run) -> None:
                 if last or (every and run.step % every == 0):
                     await history.validate(run)
                 if last or run.stopping or run.step % config.checkpoint.every == 0:
-                    history.save(run)
+                    await history.save(run)
+        run.counts = await run.parts.backstage.counts()
 
 
 async def step(run: Run) -> None:
     """Rollout, scoring, signal, learning, publication, record: one update (or several, from one batch)."""
     parts, config, number = run.parts, run.parts.config, run.step + 1
     started = time.perf_counter()
-    await parts.forget_prefixes()
+    await parts.backstage.forget_prefixes()
     with run.display.phase("rollout"):
         ref, prompts, times = await _rollout(run, number)
-    batch = await parts.queue.get(ref, parts.algorithm.needs)
+    rate, shown = learning_rate(config.optimizer, number, config.steps), history.shown_rows(config, ref)
     with run.display.phase("update"):
-        rate = learning_rate(config.optimizer, number, config.steps)
-        parts.learner.set_rate(rate)
         try:
-            batch, signalled = prepare(parts.algorithm, parts.learner, parts.critic, batch, parts.limits)
-            learned = Learned(signalled)
-            for work in updates(parts.algorithm, parts.learner, parts.critic, batch, schedule(config, number)):
-                who, clip = work.trainable, config.optimizer.clip_norm
-                done = update(who.model, who.optimizer, work.batch, work.losses, parts.limits, clip, who.parameters)
-                learned.add(work, *done)
+            metrics, columns = await parts.backstage.learn(ref, rate, schedule(config, number), shown)
         except NonFiniteLoss as error:
-            raise UserError(history.dump_batch(run, batch, number, error)) from error
-    metrics, columns = learned.summary()
+            raise UserError(await history.dump_batch(run, ref, number, error)) from error
     run.version += 1
-    await publish([parts.student_engine], run.version, None)
+    await parts.backstage.publish(run.version)
     run.step = number
     seconds = time.perf_counter() - started
     metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, **times.metrics()}
-    await history.record(run, ref, batch, metrics, columns, prompts)
+    await history.record(run, ref, metrics, columns, prompts)
     await parts.queue.clear(ref)
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
+from understudy.config.pools import fill_pools, pool_mistakes
+
 
 class ReadWhen(dict[str, tuple[Any, ...] | Callable[[Any], bool]]):
     """Marks a field, or a whole section, that is read only when other keys (dotted, from the root) say so.
@@ -18,6 +20,9 @@ class ReadWhen(dict[str, tuple[Any, ...] | Callable[[Any], bool]]):
     there is such a file. A section's value is the section; `teachers` is a dict; "" is the whole config. All keys must
     agree.
     """
+
+
+_on_ray = ReadWhen({"runtime": ("ray",)})
 
 
 class Section(BaseModel):
@@ -56,6 +61,10 @@ class Teacher(Model):
     """A system prompt only the teacher sees; `{column}` is replaced by that column of the prompt's row."""
     batch_tokens: int = Field(1024, ge=1)
     """Tokens that one scoring batch holds at most (a longer sequence is a batch of its own)."""
+    max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
+    """Log-probs per token that its engine can give; null is no limit, as with the embedded engine."""
+    pool: Annotated[str | None, _on_ray] = None
+    """Pool of its replicas, which nobody shares; null is the pool of the teacher's own name."""
 
 
 def _reads_truth(config: Any) -> bool:
@@ -93,6 +102,8 @@ class Rollout(Section):
     """Episodes per prompt: the size of a group."""
     max_failed_groups: int = Field(0, ge=0)
     """Groups of one step that may fail before the run stops with the reason."""
+    pool: Annotated[str, _on_ray] = "rewards"
+    """Pool of the agent-loop workers, one per replica; rewards are judged in processes beside them."""
 
 
 class TextSampling(Section):
@@ -145,6 +156,45 @@ class Engine(Section):
     """Prompt and answer tokens that a sequence may have; the cache grows up to this as needed."""
     score_every: int = Field(8, ge=1)
     """Decode ticks between scoring batches while generation is under way."""
+    pool: Annotated[str, _on_ray] = "student"
+    """Pool of the student's engines, one per replica."""
+
+
+class Learner(Section):
+    pool: str = "learner"
+    """Pool of the learner's ranks, one per replica; weights, gradients and optimizer are sharded over them."""
+    mixed_precision: Literal["off", "bfloat16"] = "off"
+    """bfloat16 computes in it, with gradients summed and weights kept as student.dtype says."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of decoder layers and compute the rest again on the way back: less memory, more time."""
+
+
+class Pool(Section):
+    replicas: int = Field(1, ge=1)
+    """Copies of each member: engines of a student or teacher, ranks of the learner, agent-loop workers."""
+    devices: int = Field(1, ge=1)
+    """Devices of one replica."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """What a device is: a GPU, or a CPU as the cluster counts them."""
+    straddle: bool = False
+    """A replica may get its devices from several nodes."""
+
+
+class Ray(Section):
+    address: str | None = None
+    """Cluster to connect to (`auto` finds the one of this machine); null starts a local one that ends with the run."""
+    cpus: Annotated[int, ReadWhen({"ray.address": (None,)})] = Field(16, ge=1)
+    """CPUs that the local cluster counts with; they may be more than there are."""
+    deadline: float = Field(120.0, gt=0)
+    """Seconds in which all replicas must have their places."""
+    request_deadline: float = Field(300.0, gt=0)
+    """Seconds in which a student or teacher engine must answer a request, tries on other replicas included."""
+    publish_deadline: float = Field(300.0, gt=0)
+    """Seconds in which all student engines must have loaded new weights."""
+    queue: int = Field(256, ge=1)
+    """Requests that one replica has at most, waiting or under way; further ones wait with whoever asks."""
+    restarts: int = Field(3, ge=0)
+    """Times that one replica may be started again in a run."""
 
 
 OBJECTIVES = (
@@ -192,6 +242,11 @@ class Policy(Section):
     """Times that a batch is learned from; supervised distillation learns from it once."""
     minibatches: Annotated[int, _clipped] = Field(1, ge=1)
     """Updates per epoch: the batch is cut into so many parts, episodes whole; supervised distillation makes one."""
+
+    @property
+    def bucketed(self) -> bool:
+        """Teachers are asked for some log-probs of every token."""
+        return False
 
 
 class Distill(Policy):
@@ -269,6 +324,8 @@ class Reinforcement(Policy):
     ] = "k3_straight_through"
     """Estimate in the loss: k2 and k3_straight_through have the gradient of KL(student‖reference), k3 that of the other
     direction."""
+    reference_pool: Annotated[str | None, ReadWhen({"runtime": ("ray",), "algorithm.kl": bool})] = None
+    """Pool of the reference, one engine per replica; null is beside the student's engines, in engine.pool."""
 
 
 class Grpo(Reinforcement):
@@ -389,8 +446,12 @@ class Config(Section):
     """Updates to make."""
     prompts_per_step: int = Field(16, ge=1)
     """Prompts (groups) of one update."""
-    runtime: Literal["inline"] = "inline"
-    """Where parts run: inline is this process."""
+    runtime: Literal["inline", "ray"] = "inline"
+    """Where parts run: inline is this process, ray a cluster."""
+    ray: Annotated[Ray, _on_ray] = Ray()
+    """The cluster, and how patient the run is with it."""
+    pools: Annotated[dict[str, Pool], _on_ray] = Field(default_factory=dict)
+    """Devices by name; student, learner, rewards and one per teacher have one replica on one CPU unless said here."""
     plugins: tuple[str, ...] = ()
     """Python files with your own loops, registered by name."""
     student: Student
@@ -411,6 +472,8 @@ class Config(Section):
     """What is learned from the episodes."""
     optimizer: Optimizer = Optimizer()
     """How the weights are changed."""
+    learner: Annotated[Learner, _on_ray] = Learner()
+    """Who changes them, across processes."""
     checkpoint: Checkpoint = Checkpoint()
     """When the run can be resumed from."""
     record: Record = Record()
@@ -445,4 +508,27 @@ class Config(Section):
             raise ValueError(
                 f"{len(self.teachers)} teachers need data.teacher_column, the column that names each row's teacher"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _limits(self) -> Config:
+        """Teachers are asked for no more than their engines can give."""
+        if not isinstance(self.algorithm, Distill) or not self.algorithm.bucketed:
+            return self
+        k = self.algorithm.top_k
+        for name, teacher in self.teachers.items():
+            if teacher.max_logprobs is not None and k > teacher.max_logprobs:
+                raise ValueError(
+                    f"algorithm.top_k ({k}) is above teachers.{name}.max_logprobs ({teacher.max_logprobs}), what that "
+                    "engine can give: lower the one, or start the engine with a higher limit and say so in the other"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _places(self) -> Config:
+        """On a cluster every member has a pool, and every pool a member."""
+        if self.runtime == "ray":
+            fill_pools(self, Pool())
+            if mistakes := list(pool_mistakes(self)):
+                raise ValueError("\n  ".join(mistakes))
         return self

@@ -188,6 +188,11 @@ class TorchEngine:
         return bool(self._active or self._waiting)
 
     @property
+    def writing(self) -> int:
+        """Generate requests that wait or are under way."""
+        return len(self._active) + len(self._waiting)
+
+    @property
     def scoring(self) -> int:
         """Score requests that wait."""
         return len(self._scores)

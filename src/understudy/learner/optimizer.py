@@ -32,7 +32,7 @@ def _reserve(optimizer: torch.optim.AdamW) -> None:
         for parameter in group["params"]:
             grad, first, second = (torch.empty_like(parameter).zero_() for _ in range(3))
             parameter.grad = grad
-            step = torch.zeros((), dtype=torch.float32)
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
 

@@ -1,8 +1,8 @@
 """One update from one batch: packed forward, chunked losses, one division, one optimizer step.
 
 The learner does not know which algorithm runs: it is given losses that return sums over actions, and divides them once
-by the number of actions in the whole batch, known before the first backward pass. So micro-batches, chunks and (later)
-ranks only split the work.
+by the number of actions in the whole batch, known before the first backward pass. So micro-batches, chunks and ranks
+only split the work. Each rank is given its own rows; gradients and metrics are those of all ranks, columns its own.
 
 Logits exist for `logit_tokens` actions at a time: each chunk is differentiated down to its hidden states at once, and
 the hidden states' gradients then go through the model in one backward pass.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from understudy.data.ragged import Ragged, offsets_of
 from understudy.data.trajectory import Batch, Key
 from understudy.learner.packing import micro_batches
+from understudy.learner.ranks import Ranks, alone
 from understudy.losses.contract import Loss, ModelOut
 from understudy.models.causal_lm import CausalLM
 from understudy.models.packing import pack
@@ -30,6 +32,9 @@ class NonFiniteLoss(RuntimeError):
     def __init__(self, message: str, keys: Sequence[Key]) -> None:
         super().__init__(message)
         self.keys = tuple(keys)
+
+    def __reduce__(self) -> tuple[type[NonFiniteLoss], tuple[str, tuple[Key, ...]]]:
+        return type(self), (str(self), self.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,70 +76,92 @@ def update(
     limits: Limits,
     clip_norm: float,
     parameters: Sequence[torch.nn.Parameter],
+    ranks: Ranks = alone,
 ) -> tuple[dict[str, float], dict[str, Ragged]]:
     """Metrics of the update, and per-action columns for the record."""
     optimizer.zero_grad(set_to_none=False)  # the buffers stay: giving them back would only fault them in again
-    columns = accumulate(model, batch, losses, limits)
-    if not columns:
+    columns = accumulate(model, batch, losses, limits, ranks)
+    if not any(ranks.all(bool(columns))):
         return {"grad_norm": 0.0}, columns  # nobody acted: nothing to learn from, and no momentum to follow either
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    norm = ranks.clip(parameters, clip_norm)
     if not bool(torch.isfinite(norm)):
-        raise NonFiniteLoss(f"the gradient norm is {float(norm)}", batch.keys)
+        raise NonFiniteLoss(f"the gradient norm is {float(norm)}", _joined(ranks.all(batch.keys)))
     optimizer.step()
-    return {"grad_norm": float(norm), **summarise(columns)}, columns
+    return {"grad_norm": float(norm), **summarise(columns, ranks)}, columns
 
 
-def accumulate(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits) -> dict[str, Ragged]:
+def accumulate(
+    model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits, ranks: Ranks = alone
+) -> dict[str, Ragged]:
     """Add the gradient of the whole batch's mean loss to the parameters."""
-    actions = int(batch.columns["mask"].values.sum())
+    actions = sum(ranks.all(int(batch.columns["mask"].values.sum())))
     if actions == 0:
         return {}
     tally = Tally()
-    for rows in _splits(batch, limits):
+    for rows in _splits(batch, limits, ranks):
         part = batch.select(rows)
         hidden, lengths = _action_states(model, part)
         gradient = torch.empty_like(hidden)
         values: dict[str, list[Tensor]] = {}
+        finite = True
         for at, chunk in _chunks(part, lengths, hidden.detach(), limits.logit_tokens):
             chunk.hidden.requires_grad_()
             total = _sum(model, chunk, losses, limits, values) / actions
-            if not bool(torch.isfinite(total)):
-                raise NonFiniteLoss("the loss is not finite", _guilty(model, batch, losses, limits))
+            finite = bool(torch.isfinite(total))
+            if not finite:
+                break
             total.backward()
             assert chunk.hidden.grad is not None
             gradient[at] = chunk.hidden.grad
+        if not all(ranks.all(finite)):
+            raise NonFiniteLoss("the loss is not finite", _guilty(model, batch, losses, limits, ranks))
         hidden.backward(gradient)
         tally.add(values, lengths)
     return tally.columns()
 
 
 @torch.no_grad()
-def measure(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits) -> dict[str, Ragged]:
+def measure(
+    model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits, ranks: Ranks = alone
+) -> dict[str, Ragged]:
     """The per-action columns of the losses, without a gradient."""
     tally = Tally()
-    for rows in _splits(batch, limits):
+    for rows in _splits(batch, limits, ranks):
         part = batch.select(rows)
         hidden, lengths = _action_states(model, part)
         values: dict[str, list[Tensor]] = {}
         for _, chunk in _chunks(part, lengths, hidden, limits.logit_tokens):
             _sum(model, chunk, losses, limits, values)
         tally.add(values, lengths)
+    ranks.settle(model)
     return tally.columns()
 
 
-def summarise(columns: Mapping[str, Ragged]) -> dict[str, float]:
-    """Mean of each per-action column; of losses and the sampler gap the extremes too."""
+def summarise(columns: Mapping[str, Ragged], ranks: Ranks = alone) -> dict[str, float]:
+    """Mean of each per-action column over all ranks; of losses and the sampler gap the extremes too."""
+    everyone = ranks.all({name: _Extent.of(c.values.float()) for name, c in columns.items() if len(c.values)})
     metrics: dict[str, float] = {}
-    for name, column in columns.items():
-        values = column.values.float()
-        if len(values) == 0:
-            continue
-        metrics[name] = float(values.mean())
+    for name in dict.fromkeys(name for found in everyone for name in found):
+        parts = [found[name] for found in everyone if name in found]
+        metrics[name] = sum(part.mean * part.actions for part in parts) / sum(part.actions for part in parts)
         if name.endswith(("loss", "divergence")):
-            metrics[f"{name}_min"], metrics[f"{name}_max"] = float(values.min()), float(values.max())
-        elif name == "sampler_gap":
-            metrics["sampler_gap_max"] = float(values.max())
+            metrics[f"{name}_min"] = min(part.least for part in parts)
+        if name.endswith(("loss", "divergence")) or name == "sampler_gap":
+            metrics[f"{name}_max"] = max(part.most for part in parts)
     return metrics
+
+
+class _Extent(NamedTuple):
+    """Values of one column on one rank."""
+
+    actions: int
+    mean: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> _Extent:
+        return cls(len(values), float(values.mean()), float(values.min()), float(values.max()))
 
 
 @dataclass(slots=True)
@@ -144,17 +171,23 @@ class _Chunk:
     columns: dict[str, Tensor]
 
 
-def _splits(batch: Batch, limits: Limits) -> list[list[int]]:
-    return micro_batches(batch.columns["tokens"].lengths.tolist(), limits.micro_batch_tokens)
+def _splits(batch: Batch, limits: Limits, ranks: Ranks) -> list[list[int]]:
+    """Rows of each pass. Ranks pass through the model together: one that has no rows left goes along with none."""
+    splits = micro_batches(batch.columns["tokens"].lengths.tolist(), limits.micro_batch_tokens)
+    return splits + [[]] * (max(ranks.all(len(splits))) - len(splits))
 
 
 def _action_states(model: CausalLM, part: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states [actions, width] that chose the actions of these rows, and the number of actions of each row."""
-    sequences, masks = part.columns["tokens"].rows(), part.columns["mask"].rows()
+    """Hidden states [actions, width] that chose the actions of these rows, and the number of actions of each row.
+
+    Without rows, one token that nobody chose goes through the model, so that its gradient is zero.
+    """
+    sequences = part.columns["tokens"].rows() or [torch.zeros(1, dtype=torch.int64)]
+    masks = part.columns["mask"].rows() or [torch.zeros(1, dtype=torch.bool)]
     packed = pack(sequences)
     hidden = model.forward_pack(packed)
     before = [row[mask.nonzero().squeeze(-1) - 1] for row, mask in zip(packed.rows, masks, strict=True)]
-    lengths = torch.tensor([len(b) for b in before], dtype=torch.int64)
+    lengths = torch.tensor([len(b) for b in before[: len(part)]], dtype=torch.int64)
     return hidden[torch.cat(before)], lengths
 
 
@@ -188,9 +221,13 @@ def _sum(
     return total
 
 
-def _guilty(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits) -> list[Key]:
-    """The rows whose values are not finite, wherever the work was cut; all of them if no column tells."""
+def _guilty(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits, ranks: Ranks) -> list[Key]:
+    """The rows of all ranks whose values are not finite, wherever the work was cut; all rows if no column tells."""
     found: set[int] = set()
-    for column in measure(model, batch, losses, limits).values():
+    for column in measure(model, batch, losses, limits, ranks).values():
         found.update(column.row_ids()[~torch.isfinite(column.values.float())].tolist())
-    return [batch.keys[row] for row in sorted(found)] or list(batch.keys)
+    return _joined(ranks.all([batch.keys[row] for row in sorted(found)])) or _joined(ranks.all(batch.keys))
+
+
+def _joined(keys: Sequence[Sequence[Key]]) -> list[Key]:
+    return [key for part in keys for key in part]

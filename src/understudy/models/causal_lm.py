@@ -55,7 +55,7 @@ class CausalLM:
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UnsupportedAttention(f"{type(model).__name__} has no linear output head")
-        self.head = _head(model, head)
+        self.head = head_of(model, head)
         self.width = head.in_features
         self.value_head: nn.Linear | None = None
         """a critic has one"""
@@ -155,7 +155,7 @@ def fill_cache(
             cache.values[layer][slot, :, start : len(row)] = values[0][:, row[start:]]
 
 
-def _head(model: PreTrainedModel, linear: nn.Linear) -> OutputHead:
+def head_of(model: PreTrainedModel, linear: nn.Linear) -> OutputHead:
     """Some architectures cap or scale their logits; the check at loading notices any that this does not know."""
     settings = model.config.get_text_config().to_dict()
     scale = settings.get("logit_scale") or 1.0

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from understudy.policy.text import wide
+
 FEW_ROWS = 128
 """Up to this many rows the product is taken from the other side."""
 
@@ -93,7 +95,8 @@ class _AccumulatingLookup(torch.autograd.Function):
 
 
 class LeanNorm(nn.Module):
-    """weight · x / rms(x), as the Llama family has it; keeps x and one number a row for the way back."""
+    """weight · x / rms(x), as the Llama family has it, in float32 at least; keeps x and one number a row for the way
+    back."""
 
     weight: Tensor
     variance_epsilon: float
@@ -106,18 +109,18 @@ class LeanNorm(nn.Module):
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+        scale = torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (wide(x) * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
-        normal = x * scale
-        to_weight = (gradients[0] * normal).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        inner = gradients[0] * weight
+        normal, gradient = wide(x) * scale, wide(gradients[0])
+        to_weight = (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        inner = gradient * weight
         inner -= normal * (inner * normal).mean(-1, keepdim=True)
-        return inner.mul_(scale), to_weight, None
+        return inner.mul_(scale).to(x.dtype), to_weight, None
 
 
 class LeanGatedMLP(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,9 @@ class Sizes:
     """all of that but an output head of its own"""
     width: int
     vocabulary: int
+    layers: int
+    ends: Weights
+    """embedding and output head; one weight if they are tied"""
     cached: int
     """bytes of keys and values per token, all layers"""
     kept: int
@@ -69,12 +73,13 @@ class _NotMade(Exception):
     """The model would have to be made or fetched first."""
 
 
-def model_sizes(settings: Model, lora: Lora | None = None) -> Sizes | None:
-    """From config.json alone, with layers cut and the adapter on; None if there is no such file yet."""
+def model_sizes(settings: Model, lora: Lora | None = None, device: str = "cpu") -> Sizes | None:
+    """From config.json alone, with layers cut and the adapter on, in the dtype of that device; None if there is no such
+    file yet. A directory that holds nothing but config.json will do."""
     config = _model_config(settings.path)
     if config is None:
         return None
-    dtype, _ = choose_dtype(settings.dtype, "cpu")
+    dtype, _ = choose_dtype(settings.dtype, device)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -87,7 +92,9 @@ def model_sizes(settings: Model, lora: Lora | None = None) -> Sizes | None:
         raise ModelError(f"{settings.path}: {type(model).__name__} has no linear output head")
     plain = list(model.parameters())
     critic = [*plain, *nn.Linear(head.in_features, 1, dtype=dtype, device="meta").parameters()]
-    tied = head.weight is model.get_input_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    tied = head.weight is embedding
     if lora is not None:
         apply_lora(model, lora, seed=0)
     cached, kept = _per_token(model.config.get_text_config(), lora)
@@ -99,6 +106,8 @@ def model_sizes(settings: Model, lora: Lora | None = None) -> Sizes | None:
         critic_learns=Weights.of(parameter for parameter in critic if tied or parameter is not head.weight),
         width=head.in_features,
         vocabulary=head.out_features,
+        layers=model.config.get_text_config().num_hidden_layers,
+        ends=Weights.of([embedding] if tied else [embedding, head.weight]),
         cached=cached * dtype.itemsize,
         kept=kept * dtype.itemsize,
     )
@@ -124,8 +133,10 @@ def _model_config(path: str) -> PretrainedConfig | None:
     def refuse(line: str) -> None:
         raise _NotMade  # a source that has the model at hand has nothing to tell
 
+    described = Path(path).expanduser()
     try:
-        directory = resolve(path, refuse)
+        nothing_else = [file.name for file in described.glob("*")] == ["config.json"]
+        directory = described if nothing_else else resolve(path, refuse)
     except _NotMade:
         return AutoConfig.for_model("llama", **_SMOLLM2_SHAPE) if path == SMOLLM2 else None
     try:

@@ -60,6 +60,11 @@ class BatchRef:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def rows(self, numbers: Sequence[int]) -> BatchRef:
+        """These rows alone, in this order."""
+        keys = tuple(self.keys[number] for number in numbers)
+        return BatchRef(keys, self.columns, {key: self.tags[key] for key in keys})
+
     def groups(self) -> list[GroupKey]:
         """The groups whose rows it names, in order."""
         return list(dict.fromkeys(key.group for key in self.keys))
@@ -142,3 +147,11 @@ class SampleQueue(Protocol):
 
     async def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Continue from a snapshot, taken rows included. ValueError if this queue holds rows or open groups."""
+
+
+class CountingQueue(SampleQueue, Protocol):
+    """A queue as the run that owns it sees it."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened since the start of the run; late is what came for a group or an attempt that was over."""

@@ -1,13 +1,15 @@
 """Rows against the declared columns, and rows joined to a batch: what every back end of the queue does alike.
 
-A row is checked when it enters, so that whoever wrote it gets the error, not the learner some minutes later. All that
-is wrong with a row is reported at once.
+A row is described where it is written: each column by its span, its sizes and what is wrong with it by itself. The
+description is judged where the row is kept, which may be another process that never sees the tensors. So whoever wrote
+a row gets the error, not the learner some minutes later, and all that is wrong with it is reported at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,26 +20,60 @@ from understudy.queue.contract import SchemaError
 
 Lengths = dict[Span, int]
 """How many values a row has per span: tokens, actions and, once a step column is there, steps."""
+Trailing = tuple[int, ...]
+"""The dims of a column after its span's; all dims of a row-span column."""
 
 
-def check_row(key: Key, columns: Mapping[str, Tensor]) -> Lengths:
+class ColumnForm(NamedTuple):
+    """One column of one row, without its values."""
+
+    span: Span
+    length: int
+    trailing: Trailing
+    problem: str | None
+    """what is wrong with dtype or dims; the other fields mean nothing then"""
+
+
+class Described(NamedTuple):
+    """Columns that someone wants to store, without their values."""
+
+    columns: dict[str, ColumnForm]
+    missing: tuple[str, ...]
+    """declared as required and not among them"""
+    actions: int | None
+    """true values of the mask, if there is a sound one"""
+    oldest: int | None
+    """lowest weight version of an action, if there is any action"""
+
+
+def describe(columns: Mapping[str, Tensor]) -> Described:
+    """What the keeper of the books needs to know about these columns."""
+    forms = {name: _describe_column(name, value) for name, value in columns.items()}
+    mask, version = (columns[name] if _sound(forms, name) else None for name in ("mask", "version"))
+    return Described(
+        forms,
+        tuple(name for name, column in COLUMNS.items() if not column.optional and name not in columns),
+        None if mask is None else int(mask.sum()),
+        None if version is None or len(version) == 0 else int(version.min()),
+    )
+
+
+def check_row(key: Key, row: Described) -> Lengths:
     """Check a whole row, as it is put; returns its lengths, against which later columns are checked."""
-    missing = [name for name, column in COLUMNS.items() if not column.optional and name not in columns]
-    mistakes = [f"{name}: missing, and every row needs it" for name in missing]
+    mistakes = [f"{name}: missing, and every row needs it" for name in row.missing]
     lengths: Lengths = {}
-    if (tokens := _sound(columns, "tokens")) is not None:
-        lengths["sequence"] = len(tokens)
-    mask = _sound(columns, "mask")
-    if mask is not None and lengths.get("sequence", len(mask)) == len(mask):
-        lengths["action"] = int(mask.sum())
-    lengths, more = _check(columns, lengths)
+    if _sound(row.columns, "tokens"):
+        lengths["sequence"] = row.columns["tokens"].length
+    if row.actions is not None and lengths.get("sequence", row.columns["mask"].length) == row.columns["mask"].length:
+        lengths["action"] = row.actions
+    lengths, more = _check(row.columns, lengths)
     _raise(key, mistakes + more)
     return lengths
 
 
-def check_update(key: Key, columns: Mapping[str, Tensor], lengths: Lengths) -> Lengths:
+def check_update(key: Key, added: Described, lengths: Lengths) -> Lengths:
     """Check columns that are added to a row of these lengths; returns its lengths with them."""
-    lengths, mistakes = _check(columns, lengths)
+    lengths, mistakes = _check(added.columns, lengths)
     _raise(key, mistakes)
     return lengths
 
@@ -51,48 +87,70 @@ def check_names(names: Iterable[str], where: str) -> tuple[str, ...]:
     return tuple(name for name in COLUMNS if name in asked)
 
 
-def join(rows: Mapping[Key, Mapping[str, Tensor]], names: Iterable[str]) -> Batch:
-    """The batch of these rows, in their order. A column that no row has is left out; one that only some rows have, or
-    whose open trailing dims differ between rows, is an error. Without rows every column is there, empty."""
-    columns: dict[str, Ragged] = {}
-    single: dict[str, Tensor] = {}
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Declared columns among these names, in order of declaration."""
+    known = set(names)
+    return tuple(name for name in COLUMNS if name in known)
+
+
+def check_even(rows: Mapping[Key, Mapping[str, Trailing]], names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the columns that the rows have. A column that no row has is left out; one that only some rows have, or
+    whose open trailing dims differ between rows, is an error. Without rows it is all of them."""
+    present: list[str] = []
     mistakes: list[str] = []
-    for name in check_names(names, "get"):
-        column = COLUMNS[name]
+    for name in names:
         values = {key: row[name] for key, row in rows.items() if name in row}
         if rows and not values:
             continue
-        if problem := _uneven(column, rows, values):
+        if problem := _uneven(rows, values):
             mistakes.append(f"{name}: {problem}")
-            continue
-        parts, empty = list(values.values()), _nothing(column)
+        present.append(name)
+    if mistakes:
+        raise SchemaError(f"get: {'; '.join(mistakes)}")
+    return tuple(present)
+
+
+def join(rows: Mapping[Key, Mapping[str, Tensor]], names: Iterable[str]) -> Batch:
+    """The batch of these rows, in their order; every row has every one of the columns. Without rows every column is
+    there, empty."""
+    columns: dict[str, Ragged] = {}
+    single: dict[str, Tensor] = {}
+    for name in names:
+        column = COLUMNS[name]
+        parts, empty = [row[name] for row in rows.values()], _nothing(column)
         if column.span == "row":
             single[name] = torch.stack(parts) if parts else empty
         else:
             trailing = tuple((parts[0] if parts else empty).shape[1:])
             columns[name] = Ragged.from_rows(parts, dtype=column.dtype, trailing=trailing)
-    if mistakes:
-        raise SchemaError(f"get: {'; '.join(mistakes)}")
     return Batch(tuple(rows), columns, single)
 
 
-def _sound(columns: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """The column, if it is there and its own dtype and dims are right."""
-    value = columns.get(name)
-    return value if value is not None and _form(COLUMNS[name], value) is None else None
+def _describe_column(name: str, value: Tensor) -> ColumnForm:
+    column = COLUMNS.get(name)
+    problem = _undeclared(name) if column is None else _form(column, value)
+    if column is None or problem is not None:
+        return ColumnForm("row", 0, (), problem)
+    if column.span == "row":
+        return ColumnForm("row", 1, tuple(value.shape), None)
+    return ColumnForm(column.span, len(value), tuple(value.shape[1:]), None)
 
 
-def _check(columns: Mapping[str, Tensor], known: Lengths) -> tuple[Lengths, list[str]]:
+def _sound(forms: Mapping[str, ColumnForm], name: str) -> bool:
+    """The column is there and its own dtype and dims are right."""
+    return name in forms and forms[name].problem is None
+
+
+def _check(columns: Mapping[str, ColumnForm], known: Lengths) -> tuple[Lengths, list[str]]:
     """Mistakes of each column, by itself and against the lengths; the first step column sets the number of steps."""
     lengths = dict(known)
     mistakes: list[str] = []
-    for name, value in columns.items():
-        column = COLUMNS.get(name)
-        problem = _undeclared(name) if column is None else _form(column, value)
-        if column is not None and problem is None and column.span != "row":
-            if column.span == "step":
-                lengths.setdefault("step", len(value))
-            problem = _fits(column, value, lengths)
+    for name, form in columns.items():
+        problem = form.problem
+        if problem is None and form.span != "row":
+            if form.span == "step":
+                lengths.setdefault("step", form.length)
+            problem = _fits(form, lengths)
         if problem is not None:
             mistakes.append(f"{name}: {problem}")
     return lengths, mistakes
@@ -102,25 +160,27 @@ def _form(column: Column, value: Tensor) -> str | None:
     """What is wrong with dtype and dims, apart from the span's length."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, expected a {column.dtype} tensor"
-    dims = (*([] if column.span == "row" else [column.span]), *column.trailing)
-    shape = f"[{', '.join('any' if dim is None else str(dim) for dim in dims)}]"
     if value.dtype != column.dtype:
         return f"dtype is {value.dtype}, expected {column.dtype}"
-    if value.ndim != len(dims):
-        return f"shape is {list(value.shape)} ({value.ndim} dims), expected {shape} ({len(dims)} dims)"
-    sizes = value.shape[len(dims) - len(column.trailing) :]
-    if any(want not in (None, size) for want, size in zip(column.trailing, sizes, strict=True)):
-        return f"shape is {list(value.shape)}, expected {shape}"
-    return None
-
-
-def _fits(column: Column, value: Tensor, lengths: Lengths) -> str | None:
-    """What is wrong with the span's length; lengths that could not be established are not judged."""
-    length = lengths.get(column.span, len(value))
-    if len(value) == length:
+    lead = column.span != "row"
+    sizes = value.shape[lead:]
+    wrong = any(want is not None and want != size for want, size in zip(column.trailing, sizes, strict=False))
+    if value.ndim == lead + len(column.trailing) and not wrong:
         return None
-    meaning = {"sequence": "tokens", "action": "actions (true values of mask)", "step": "steps"}[column.span]
-    return f"has {len(value)} values, but the row has {length} {meaning}"
+    dims = (*([column.span] if lead else []), *("any" if dim is None else str(dim) for dim in column.trailing))
+    expected = f"expected [{', '.join(dims)}]"
+    if value.ndim != len(dims):
+        return f"shape is {list(value.shape)} ({value.ndim} dims), {expected} ({len(dims)} dims)"
+    return f"shape is {list(value.shape)}, {expected}"
+
+
+def _fits(form: ColumnForm, lengths: Lengths) -> str | None:
+    """What is wrong with the span's length; lengths that could not be established are not judged."""
+    length = lengths.get(form.span, form.length)
+    if form.length == length:
+        return None
+    meaning = {"sequence": "tokens", "action": "actions (true values of mask)", "step": "steps"}[form.span]
+    return f"has {form.length} values, but the row has {length} {meaning}"
 
 
 def _undeclared(name: str) -> str:
@@ -134,17 +194,16 @@ def _raise(key: Key, mistakes: Sequence[str]) -> None:
         raise SchemaError(f"{key}: {'; '.join(mistakes)}")
 
 
-def _uneven(column: Column, rows: Mapping[Key, object], values: Mapping[Key, Tensor]) -> str | None:
+def _uneven(rows: Mapping[Key, object], trailing: Mapping[Key, Trailing]) -> str | None:
     """What keeps the values of a column from being joined."""
-    if len(values) < len(rows):
-        lacking = [key for key in rows if key not in values]
-        return f"{len(values)} of {len(rows)} rows have it, {lacking[0]} lacks it"
-    trailing = {key: list(value.shape[0 if column.span == "row" else 1 :]) for key, value in values.items()}
+    if len(trailing) < len(rows):
+        lacking = next(key for key in rows if key not in trailing)
+        return f"{len(trailing)} of {len(rows)} rows have it, {lacking} lacks it"
     first = next(iter(trailing), None)
     odd = next((key for key in trailing if first is not None and trailing[key] != trailing[first]), None)
     if first is None or odd is None:
         return None
-    return f"trailing dims differ: {trailing[first]} in {first}, {trailing[odd]} in {odd}"
+    return f"trailing dims differ: {list(trailing[first])} in {first}, {list(trailing[odd])} in {odd}"
 
 
 def _nothing(column: Column) -> Tensor:

@@ -19,9 +19,12 @@ class Scorer(Protocol):
 class TeacherPool:
     """The replicas of one teacher behind a router. No sleep, no wake: they are up as long as the pool is."""
 
-    def __init__(self, name: str, replicas: Sequence[Scorer]) -> None:
+    def __init__(
+        self, name: str, replicas: Sequence[Scorer], *, limit: int | None = None, deadline: float | None = None
+    ) -> None:
+        """`limit` and `deadline` as in `Router`."""
         self.name = name
-        self.router = Router(f"teacher {name!r}", replicas)
+        self.router = Router(f"teacher {name!r}", replicas, limit=limit, deadline=deadline)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Answered by one replica; a failing one's requests go to the others."""

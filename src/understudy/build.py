@@ -1,0 +1,327 @@
+"""Single parts of a run from its config: models, engines, teachers, learner, loops. In this process, or in the one that
+a part lives in on a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from understudy.agent_loop import single_turn  # noqa: F401  # registers the loop
+from understudy.agent_loop.contract import LOOPS, Tokenizer, derive_seed, render_prompt
+from understudy.agent_loop.manager import RolloutManager
+from understudy.agent_loop.worker import AgentLoopWorker
+from understudy.algorithms.contract import TeacherHead
+from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
+from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement
+from understudy.data.prompts import PromptSet
+from understudy.data.trajectory import Key, Prompt, Trajectory
+from understudy.engines.contract import GenerateRequest, Generation, ScoreRequest, Want
+from understudy.engines.torch_lm import TorchEngine
+from understudy.errors import UserError
+from understudy.learner.optimizer import build_optimizer
+from understudy.learner.ranks import Ranks, alone
+from understudy.learner.update import Limits
+from understudy.learning import Learner, Trainable
+from understudy.models.attention import NAME as ATTENTION
+from understudy.models.causal_lm import CausalLM, OutputHead
+from understudy.models.loading import apply_lora, load_causal_lm
+from understudy.models.tokenizers import SafeTokenizer, compare
+from understudy.models.weights import trainable
+from understudy.policy.text import log_probs
+from understudy.queue.contract import SampleQueue
+from understudy.rewards.pool import RewardPool
+from understudy.runtime.memory import keep_freed_memory
+from understudy.scoring import EpisodeScorer, Judge
+from understudy.signals import build_algorithm, reward_judge
+from understudy.teachers.client import ResidentTeacher, TeacherClient, own_context, runs
+from understudy.teachers.pool import Scorer, TeacherPool
+
+Report = Callable[[str], None]
+
+CHECKED_PROMPTS = 20_000
+"""So many prompts are rendered before the run starts, to find those that are too long; later ones when drawn."""
+PREFIX_TOKENS = 4096
+"""Prompt tokens whose keys and values an engine keeps for the other samples of the same prompts."""
+
+
+def silent(line: str) -> None:
+    """A report that nobody reads."""
+
+
+def enter(config: Config) -> None:
+    """What every process of a run does first."""
+    keep_freed_memory()
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    for plugin in config.plugins:
+        load_plugin(plugin)
+
+
+def load_plugin(path: str) -> None:
+    """Run a user's file, which registers what it defines; once in a process, however many runs ask for it."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"plugins: {path} does not exist (looked for {file.absolute()})")
+    name = f"understudy_plugin_{file.stem}_{derive_seed(str(file.resolve())):x}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"plugins: {path} is not a Python file")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def student_model(config: Config, report: Report = silent) -> tuple[CausalLM, nn.Module]:
+    """The student, and the module that is saved as it: with its adapter, if it has one."""
+    model = load_causal_lm(config.student, attention=ATTENTION, progress=report)
+    saved: nn.Module = model
+    if config.student.lora is not None:
+        saved = apply_lora(model, config.student.lora, config.seed)
+    return CausalLM(model), saved
+
+
+def teacher_model(config: Config, name: str, report: Report = silent) -> CausalLM:
+    return _frozen(CausalLM(load_causal_lm(config.teachers[name], attention=ATTENTION, progress=report)))
+
+
+def shared_vocabulary(
+    student: tuple[SafeTokenizer, int], teachers: Mapping[str, tuple[SafeTokenizer, int]], report: Report
+) -> int:
+    """Ids that all of them mean alike; each is given by its tokenizer and the ids of its output head."""
+    sizes = [student[1]]
+    for name, (tokenizer, head) in teachers.items():
+        shared = compare(
+            student[0],
+            tokenizer,
+            student_head=student[1],
+            teacher_head=head,
+            student_name="the student",
+            teacher_name=f"teacher {name!r}",
+        )
+        sizes.append(shared.size)
+        for warning in shared.warnings:
+            report(warning)
+    return min(sizes)
+
+
+def _frozen(model: CausalLM) -> CausalLM:
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+# ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def student_engine(config: Config, model: CausalLM, tokenizer: SafeTokenizer, vocabulary: int) -> TorchEngine:
+    return TorchEngine(
+        model,
+        slots=config.engine.slots,
+        context=config.engine.context,
+        vocabulary=vocabulary,
+        decode=tokenizer.decode,
+        prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+    )
+
+
+def teacher_engine(config: Config, name: str, model: CausalLM, vocabulary: int) -> TorchEngine:
+    settings = config.teachers[name]
+    return TorchEngine(
+        model,
+        slots=config.engine.slots,
+        context=config.engine.context,
+        batch_tokens=settings.batch_tokens,
+        temperature=settings.temperature,
+        vocabulary=vocabulary,
+        prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+    )
+
+
+def has_reference(config: Config) -> bool:
+    return isinstance(config.algorithm, Reinforcement) and config.algorithm.kl > 0
+
+
+def reference_engine(config: Config, vocabulary: int, report: Report = silent) -> TorchEngine:
+    """The student as it was before training."""
+    model = _frozen(CausalLM(load_causal_lm(config.student, attention=ATTENTION, progress=report)))
+    temperature = config.rollout.temperature or 1.0
+    return TorchEngine(model, context=config.engine.context, temperature=temperature, vocabulary=vocabulary)
+
+
+# ── learning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Spread = Callable[[CausalLM], None]
+"""Spreads a model over ranks, in place, before anyone takes its parameters."""
+
+
+def learner(
+    config: Config,
+    student: CausalLM,
+    heads: Sequence[TeacherHead],
+    queue: SampleQueue,
+    vocabulary: int,
+    *,
+    ranks: Ranks = alone,
+    spread: Spread = lambda model: None,
+    report: Report = silent,
+) -> Learner:
+    spread(student)
+    critic = critic_model(config, report)
+    if critic is not None:
+        spread(critic)
+    return Learner(
+        algorithm=build_algorithm(config, heads),
+        student=_trainable(student, config.optimizer),
+        critic=_trainable(critic, _critic_optimizer(config)) if critic is not None else None,
+        queue=queue,
+        limits=Limits(
+            micro_batch_tokens=config.optimizer.micro_batch_tokens,
+            logit_tokens=config.optimizer.logit_tokens,
+            temperature=config.rollout.temperature or 1.0,
+            vocabulary=vocabulary,
+        ),
+        clip_norm=config.optimizer.clip_norm,
+        measures=TeacherMeasures(heads) if heads else PlainMeasures(),
+        ranks=ranks,
+    )
+
+
+def critic_model(config: Config, report: Report) -> CausalLM | None:
+    """A copy of the student with a value head in place of the output head."""
+    if not isinstance(config.algorithm, Ppo):
+        return None
+    critic = CausalLM(load_causal_lm(config.student, attention=ATTENTION, progress=report))
+    if critic.head.linear.weight is not critic.model.get_input_embeddings().weight:
+        critic.head.linear.weight.requires_grad_(False)  # nobody asks a critic for tokens
+    critic.add_value_head()
+    return critic
+
+
+def _critic_optimizer(config: Config) -> Optimizer:
+    assert isinstance(config.algorithm, Ppo)
+    return config.optimizer.model_copy(update={"lr": config.algorithm.critic_lr})
+
+
+def _trainable(model: CausalLM, settings: Optimizer) -> Trainable:
+    named = tuple(trainable(model.model))
+    if model.value_head is not None:
+        head = tuple((f"value_head.{name}", parameter) for name, parameter in model.value_head.named_parameters())
+        named = (*named, *head)
+    return Trainable(model, build_optimizer(settings, named), named)
+
+
+def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -> TeacherHead:
+    """What expands a teacher's hidden states to its distribution over the shared vocabulary."""
+    temperature = config.teachers[name].temperature
+
+    def expand(hidden: Tensor) -> Tensor:
+        return log_probs(head(hidden, vocabulary), temperature)
+
+    return TeacherHead(name, expand)
+
+
+# ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loops(
+    config: Config, tokenizer: Tokenizer, send: Callable[[GenerateRequest], Awaitable[Generation]]
+) -> RolloutManager:
+    """Agent loops that send their requests there."""
+    known = {name: build() for name, build in LOOPS.items()}
+    if config.rollout.agent_loop not in known:
+        names = ", ".join(sorted(known))
+        raise UserError(f"rollout.agent_loop: no loop is named {config.rollout.agent_loop!r}; there are {names}")
+    limit = config.data.max_prompt_tokens
+    return RolloutManager([AgentLoopWorker(known, config.rollout.agent_loop, tokenizer, limit, send)])
+
+
+def teacher_client(
+    config: Config, pools: Mapping[str, TeacherPool], tokenizers: Mapping[str, SafeTokenizer]
+) -> TeacherClient:
+    residents = {
+        name: ResidentTeacher(pools[name], index, tokenizers[name], settings.system_prompt)
+        for index, (name, settings) in enumerate(config.teachers.items())
+    }
+    return TeacherClient(residents, config.data.teacher_column)
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """Everyone who says something about an episode."""
+
+    config: Config
+    tokenizer: SafeTokenizer
+    queue: SampleQueue
+    teachers: TeacherClient
+    reference: Scorer | None
+    rewards: RewardPool | None
+
+    def __call__(self, want: Want, training: bool) -> EpisodeScorer:
+        """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
+        found: list[Judge] = []
+        if self.teachers.teachers:
+            found.append(lambda key, prompt, row: self.teachers.score(key, prompt, row, want))
+        if training and self.reference is not None:
+            found.append(_reference_judge(self.reference))
+        if self.rewards is None:
+            return EpisodeScorer(self.queue, tuple(found))
+        decode = partial(self.tokenizer.decode, skip_special=True)
+        return EpisodeScorer(
+            self.queue, tuple(found), (reward_judge(self.rewards, tuple(self.config.rewards), decode),)
+        )
+
+
+def _reference_judge(engine: Scorer) -> Judge:
+    async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+        request = ScoreRequest(key, trajectory.tokens, tuple(runs(trajectory.mask)), Want(sampled=True), "reference")
+        scores = await engine.score(request)
+        assert scores.logp is not None
+        return {"reference_logp": scores.logp}
+
+    return judge
+
+
+def check_prompts(config: Config, sets: Sequence[PromptSet], tokenizer: SafeTokenizer, client: TeacherClient) -> None:
+    """Prompts that are too long, ask for unknown teachers or loops, or do not fit the engine: before the run starts."""
+    longest = config.data.max_prompt_tokens
+    room = config.engine.context - max(config.rollout.max_tokens, config.validation.max_tokens)
+    mistakes: list[str] = []
+    for prompt in (p for prompts in sets for p in prompts[:CHECKED_PROMPTS]):
+        try:
+            tokens = render_prompt(tokenizer, prompt, longest)
+            teacher = client.teachers[client.route(prompt)] if client.teachers else None
+            if teacher is not None and teacher.system_prompt is not None:
+                own_context(teacher, prompt, _unanswered(tokens))
+            if len(tokens) > room:
+                raise UserError(
+                    f"{prompt}: {len(tokens)} prompt tokens and the longest answer do not fit "
+                    f"engine.context = {config.engine.context}"
+                )
+            if prompt.agent_loop is not None and prompt.agent_loop not in LOOPS:
+                raise UserError(f"{prompt}: no agent loop is named {prompt.agent_loop!r}")
+        except UserError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        more = f"\n  … and {len(mistakes) - 10} more" if len(mistakes) > 10 else ""
+        raise UserError("\n  ".join([f"{len(mistakes)} prompts cannot be used:", *mistakes[:10]]) + more)
+
+
+def _unanswered(tokens: Tensor) -> Trajectory:
+    """A prompt alone."""
+    nothing = torch.empty(0)
+    return Trajectory(tokens, torch.zeros(len(tokens), dtype=torch.bool), nothing, nothing.to(torch.int32))

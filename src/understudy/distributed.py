@@ -1,0 +1,384 @@
+"""A run on a Ray cluster: the same loop, with everything behind it in processes of their own.
+
+driver ──order, prompts──► agent-loop workers ──► student engines       the driver sees prompts, metadata, metrics
+   │                            │         └─────► teachers, reference   tensors go from workers to the queue, from
+   │                            └─rows──► queue ──rows──► learner ranks  the queue to ranks, from ranks to engines
+   └──references──────────────────────────────────────────► │
+                                  student engines ◄──weights─┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from understudy import build
+from understudy.agent_loop.worker import EpisodeFailure
+from understudy.assemble import Parts, Prompts
+from understudy.backstage import Learnt
+from understudy.build import Report as Say
+from understudy.checkpoint import Best, Checkpoint, CheckpointStore
+from understudy.config.pools import pool_members
+from understudy.config.schema import Config
+from understudy.data.prompts import PromptStream
+from understudy.data.ragged import Ragged
+from understudy.data.trajectory import GroupKey, Prompt
+from understudy.engines.contract import GenerateRequest, Generation
+from understudy.errors import UserError
+from understudy.hosts import (
+    Board,
+    EngineHost,
+    Engines,
+    Interval,
+    LearnerHost,
+    Report,
+    Role,
+    Setting,
+    WorkerHost,
+    pools,
+)
+from understudy.learner.packing import deal, in_order
+from understudy.learning import Schedule
+from understudy.models.heads import head_vocabulary
+from understudy.models.tokenizers import SafeTokenizer
+from understudy.queue.contract import BatchRef
+from understudy.queue.transfer_queue import TransferSampleQueue
+from understudy.queue.transfer_queue import start as start_queue
+from understudy.rollout import EpisodeDone, Order
+from understudy.runtime.contract import ReplicaGone
+from understudy.runtime.ray import Cluster, Remote, all_ready
+from understudy.signals import build_algorithm
+from understudy.teachers.pool import TeacherPool
+
+WINDOW = 0.005
+"""Seconds in which writes of one process to the queue may join."""
+
+
+@dataclass(slots=True)
+class RemoteRollout:
+    """Deals prompts to agent-loop workers; those of a worker that dies are run again by the others."""
+
+    workers: tuple[Remote, ...]
+    reissued: int = 0
+    """prompts that were run again because their worker died"""
+    _number: int = 0
+
+    async def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+        outcomes: asyncio.Queue[EpisodeDone | EpisodeFailure | BaseException | None] = asyncio.Queue()
+
+        async def work() -> None:
+            try:
+                await self._all(order, prompts, outcomes)
+            except BaseException as error:
+                outcomes.put_nowait(error)
+            else:
+                outcomes.put_nowait(None)
+
+        task = asyncio.create_task(work())
+        try:
+            while (outcome := await outcomes.get()) is not None:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                yield outcome
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _all(self, order: Order, prompts: Sequence[Prompt], outcomes: asyncio.Queue[Any]) -> None:
+        """Every prompt, by whichever workers are there."""
+        left = list(prompts)
+        while left:
+            shares = [left[number :: len(self.workers)] for number in range(len(self.workers))]
+            work = [self._share(w, order, s, outcomes) for w, s in zip(self.workers, shares, strict=True) if s]
+            found = await asyncio.gather(*work)
+            lost = [prompt for unfinished, _ in found for prompt in unfinished]
+            gone = [error for _, error in found if error is not None]
+            if lost and len(gone) == len(found) and all(error.for_good for error in gone):
+                raise UserError(f"all agent-loop workers are gone: {gone[0]}")
+            if lost and gone:
+                await asyncio.sleep(0.2)
+            self.reissued += len(lost)
+            left, order = lost, order.again()
+
+    async def _share(
+        self, worker: Remote, order: Order, prompts: list[Prompt], outcomes: asyncio.Queue[Any]
+    ) -> tuple[list[Prompt], ReplicaGone | None]:
+        """The prompts that a worker did not finish, and why."""
+        self._number += 1
+        number = self._number
+        finished: Counter[GroupKey] = Counter()
+        try:
+            await worker.call("start", number, order, prompts)
+            over = False
+            while not over:
+                report: Report = await worker.call("report", number)
+                for outcome in report.outcomes:
+                    finished[outcome.key.group] += 1
+                    outcomes.put_nowait(outcome)
+                if report.mistake is not None:
+                    raise report.mistake
+                if report.error is not None:
+                    raise RuntimeError(f"{worker.name}: {report.error}")
+                over = report.over
+        except ReplicaGone as error:
+            return [p for p in prompts if finished[GroupKey(order.partition, p.uid)] < order.samples], error
+        return [], None
+
+
+@dataclass(slots=True)
+class Distributed:
+    """Student, teachers and learner in processes of their own."""
+
+    config: Config
+    cluster: Cluster
+    board: Remote
+    engines: Engines
+    ranks: tuple[Remote, ...]
+    workers: tuple[Remote, ...]
+    queue: TransferSampleQueue
+    rollout: RemoteRollout
+    intervals: list[Interval] = field(default_factory=list)
+    """of the requests since the record last took them"""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        try:
+            await self._ready()
+            yield
+        finally:
+            self.close()
+
+    async def _ready(self) -> None:
+        """Everything loads at the same time."""
+        deadline = self.config.ray.request_deadline
+        address = await self.ranks[0].call("address")
+        learners = [Remote(rank.name, _Bound(rank, address)) for rank in self.ranks]
+        await all_ready([*self.engines.all(), *self.workers, *learners], "ready", deadline, "starting")
+
+    def close(self) -> None:
+        self.queue.close()
+        self.cluster.close()
+
+    async def forget_prefixes(self) -> None:
+        await asyncio.gather(*(self._if_there(engine, "forget") for engine in self.engines.all()))
+
+    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
+        found: list[Learnt] = await self._ranks("learn", ref, rate, schedule, shown)
+        hands = deal([int(ref.tags[key]["tokens"]) for key in ref.keys], len(self.ranks))
+        first = [
+            ([row for row in hand if row < shown], columns) for hand, (_, columns) in zip(hands, found, strict=True)
+        ]
+        return found[0][0], in_order(first)
+
+    async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
+        found = await self._ranks("measure", ref, columns)
+        return in_order(list(zip(self._hands(ref), found, strict=True)))
+
+    def _hands(self, ref: BatchRef) -> list[list[int]]:
+        """The rows of each rank."""
+        return deal([int(ref.tags[key]["tokens"]) for key in ref.keys], len(self.ranks))
+
+    async def publish(self, version: int) -> None:
+        buckets = (await self._ranks("weights"))[0]
+        await self.board.call("publish", version, buckets)
+        deadline = self.config.ray.publish_deadline
+        loads = [Remote(engine.name, _Bound(engine, version, buckets)) for engine in self.engines.student]
+        await all_ready(loads, "load", deadline, f"publishing version {version}")
+
+    async def write(self, teacher: str, request: GenerateRequest) -> Generation:
+        answer: Generation = await self.engines.teachers[teacher][0].call("generate", request)
+        return answer
+
+    async def seconds(self) -> tuple[float, float]:
+        found = await asyncio.gather(*(self._if_there(engine, "seconds") for engine in self.engines.all()))
+        for kept in await asyncio.gather(*(self._if_there(engine, "intervals") for engine in self.engines.all())):
+            self.intervals.extend(kept or ())
+        return sum(pair[0] for pair in found if pair), sum(pair[1] for pair in found if pair)
+
+    async def counts(self) -> dict[str, Any]:
+        workers = [c for c in await asyncio.gather(*(self._if_there(w, "counts") for w in self.workers)) if c]
+        starts = await self.board.call("starts")
+        teachers = {
+            name: await asyncio.gather(*(self._if_there(replica, "counts") for replica in replicas))
+            for name, replicas in self.engines.teachers.items()
+        }
+        return {
+            "rewards": dict(sum((Counter(c["rewards"]) for c in workers), Counter())),
+            "teachers": {name: [c for c in found if c] for name, found in teachers.items()},
+            "retries": dict(sum((Counter(c["retries"]) for c in workers), Counter())),
+            "restarts": {name: n - 1 for name, n in Counter(start.name for start in starts).items() if n > 1},
+            "reissued_prompts": self.rollout.reissued,
+        }
+
+    async def save(self, store: CheckpointStore, step: int, state: Mapping[str, Any], mark: Best | None) -> Path:
+        found: list[Path] = await self._ranks("save", store.directory.absolute(), store.keep, step, dict(state), mark)
+        return found[0]
+
+    async def restore(self, path: Path) -> Checkpoint:
+        found: list[Checkpoint] = await self._ranks("restore", path.absolute())
+        return found[0]
+
+    async def _ranks(self, method: str, *args: Any) -> list[Any]:
+        """All ranks at once: they compute together, so one that is gone ends the run."""
+        tasks = [asyncio.create_task(rank.call(method, *args)) for rank in self.ranks]
+        done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = [error for task in done if (error := task.exception()) is not None]
+        for task in waiting:
+            task.cancel()
+        gone = [error for error in errors if isinstance(error, ReplicaGone)]
+        if gone or (errors and len(errors) < len(tasks)):
+            await asyncio.sleep(0.5)  # who died first is known a moment later than that the others lost it
+            dead = [rank.name for rank in self.ranks if await self._if_there(rank, "alive") is None]
+            names = ", ".join(dead) or "a rank of the learner"
+            raise UserError(
+                f"{names} died while it was asked to {method}: {gone[0] if gone else errors[0]}\n"
+                "The learner's ranks hold the weights together, so the run cannot go on without it; "
+                "`understudy resume` goes on from the last checkpoint."
+            ) from errors[0]
+        if errors:
+            raise errors[0]
+        return [task.result() for task in tasks]
+
+    async def _if_there(self, remote: Remote, method: str) -> Any:
+        """Its answer; None from one that is gone."""
+        try:
+            return await asyncio.wait_for(remote.call(method), self.config.ray.request_deadline)
+        except (ReplicaGone, TimeoutError):
+            return None
+
+
+class _Bound:
+    """An actor whose methods are called with these arguments."""
+
+    def __init__(self, remote: Remote, *args: Any) -> None:
+        self._remote, self._args = remote, args
+
+    def __getattr__(self, method: str) -> Any:
+        return _Method(getattr(self._remote.actor, method), self._args)
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    method: Any
+    args: tuple[Any, ...]
+
+    def remote(self) -> Any:
+        return self.method.remote(*self.args)
+
+
+def assemble_on_ray(config: Config, report: Say) -> Parts:
+    """Check everything that can be checked, then take places and start processes."""
+    prompts = Prompts.load(config)
+    tokenizer = SafeTokenizer.load(config.student.path, report)
+    tokenizers = {name: SafeTokenizer.load(settings.path, report) for name, settings in config.teachers.items()}
+    vocabulary = build.shared_vocabulary(
+        (tokenizer, head_vocabulary(config.student)),
+        {name: (tokenizers[name], head_vocabulary(settings)) for name, settings in config.teachers.items()},
+        report,
+    )
+    nobody_yet = {name: TeacherPool(name, []) for name in config.teachers}
+    build.check_prompts(config, prompts.sets, tokenizer, build.teacher_client(config, nobody_yet, tokenizers))
+    cluster = Cluster(config.ray, config.pools)
+    try:
+        backstage = _spawn(config, cluster, vocabulary)
+    except BaseException:
+        cluster.close()
+        raise
+    return Parts(
+        config=config,
+        tokenizer=tokenizer,
+        algorithm=build_algorithm(config, [_no_head(name) for name in config.teachers]),
+        teachers=build.teacher_client(config, pools(config, backstage.engines), tokenizers),
+        queue=backstage.queue,
+        rollout=backstage.rollout,
+        backstage=backstage,
+        stream=PromptStream(prompts.train, config.seed, config.data.shuffle),
+        heldout=prompts.heldout,
+    )
+
+
+def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
+    queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
+    board = cluster.spawn(Board, "board", None, 0)
+    homes = Counter(member.pool for member in pool_members(config))
+
+    def setting(pool: str) -> Setting:
+        wanted = config.pools[pool]
+        return Setting(config, vocabulary, wanted.devices if wanted.device == "cpu" else 1)
+
+    def replicas(role: Role, teacher: str, title: str, pool: str) -> tuple[Remote, ...]:
+        return tuple(
+            cluster.spawn(
+                EngineHost,
+                f"{title}, replica {number}",
+                pool,
+                number,
+                setting(pool),
+                role,
+                teacher,
+                f"{title}, replica {number}",
+                board,
+                share=1 / homes[pool],
+                restarts=config.ray.restarts,
+            )
+            for number in range(config.pools[pool].replicas)
+        )
+
+    engines = Engines(
+        replicas("student", "", "student", config.engine.pool),
+        {
+            name: replicas("teacher", name, f"teacher {name!r}", settings.pool or name)
+            for name, settings in config.teachers.items()
+        },
+        replicas("reference", "", "reference", _reference_pool(config)) if build.has_reference(config) else (),
+    )
+    home, count = config.learner.pool, config.pools[config.learner.pool].replicas
+    ranks = tuple(
+        cluster.spawn(
+            LearnerHost,
+            f"rank {rank} of the learner",
+            home,
+            rank,
+            setting(home),
+            rank,
+            count,
+            queue,
+            share=1 / homes[home],
+        )
+        for rank in range(count)
+    )
+    place = config.rollout.pool
+    workers = tuple(
+        cluster.spawn(
+            WorkerHost,
+            f"agent-loop worker {number}",
+            place,
+            number,
+            setting(place),
+            engines,
+            queue,
+            share=1 / homes[place],
+            restarts=config.ray.restarts,
+        )
+        for number in range(config.pools[place].replicas)
+    )
+    return Distributed(config, cluster, board, engines, ranks, workers, queue, RemoteRollout(workers))
+
+
+def _reference_pool(config: Config) -> str:
+    return next(member.pool for member in pool_members(config) if member.name == "reference")
+
+
+def _no_head(name: str) -> Any:
+    """The driver computes no loss."""
+    from understudy.algorithms.contract import TeacherHead
+
+    def refuse(hidden: Any) -> Any:
+        raise RuntimeError(f"teacher {name!r}: its head is where the learner is")
+
+    return TeacherHead(name, refuse)

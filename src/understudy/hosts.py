@@ -1,0 +1,398 @@
+"""What lives in the processes of a cluster: a board, engines, agent-loop workers, ranks of the learner.
+
+Each is an ordinary class made of the same parts as a run in one process; `distributed` places them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from understudy import build
+from understudy.agent_loop.worker import EpisodeFailure
+from understudy.backstage import Learnt, learner_state, restore_learner, take_seconds
+from understudy.checkpoint import Best, Checkpoint
+from understudy.config.schema import Config
+from understudy.data.ragged import Ragged
+from understudy.data.trajectory import Prompt
+from understudy.engines.contract import GenerateRequest, Generation, ScoreRequest, Scores
+from understudy.engines.torch_lm import TorchEngine
+from understudy.errors import UserError
+from understudy.learner.ranks import Ranks, alone
+from understudy.learning import Schedule
+from understudy.models.heads import load_head
+from understudy.models.tokenizers import SafeTokenizer
+from understudy.optimizer_state import seed_rng
+from understudy.queue.contract import BatchRef, SampleQueue
+from understudy.rollout import EpisodeDone, Order, Rollout
+from understudy.routing import Router
+from understudy.runtime.inline import InlineScheduler
+from understudy.runtime.ray import Remote, Stored, actor_id, node_address
+from understudy.signals import reward_pool
+from understudy.teachers.pool import TeacherPool
+
+Role = Literal["student", "teacher", "reference"]
+COALESCED = 0.005
+"""Seconds in which further outcomes may join the first that a worker reports."""
+BUCKET = 256 * 1024 * 1024
+"""Bytes of weights that travel together."""
+INTERVALS = 20_000
+"""Requests whose times an engine remembers until it is asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process of an engine began: once, unless it died."""
+
+    name: str
+    actor: str
+    pid: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One request of one engine, in seconds since the epoch."""
+
+    engine: str
+    kind: Literal["generate", "score"]
+    key: str
+    start: float
+    end: float
+
+
+class Board:
+    """What processes that are started again need to know, and what the run wants to know of them."""
+
+    def __init__(self) -> None:
+        self._weights: tuple[int, list[Stored]] | None = None
+        self._starts: list[Started] = []
+
+    async def publish(self, version: int, buckets: list[Stored]) -> None:
+        self._weights = (version, buckets)
+
+    async def weights(self) -> tuple[int, list[Stored]] | None:
+        """The newest version that was published, for an engine that missed it."""
+        return self._weights
+
+    async def started(self, start: Started) -> None:
+        self._starts.append(start)
+
+    async def starts(self) -> list[Started]:
+        return self._starts
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every process of a run is told."""
+
+    config: Config
+    vocabulary: int
+    devices: int
+    """of one replica: on CPUs, the threads that it computes with if the recipe does not say"""
+
+    def enter(self) -> None:
+        build.enter(self.config)
+        torch.set_num_threads(self.config.threads or self.devices)
+        seed_rng(self.config.seed)
+
+
+class EngineHost:
+    """One replica of the student, a teacher or the reference, with a scheduler of its own."""
+
+    def __init__(self, setting: Setting, role: Role, teacher: str, name: str, board: Remote) -> None:
+        setting.enter()
+        config, vocabulary = setting.config, setting.vocabulary
+        self.name = name
+        self.engine: TorchEngine
+        if role == "student":
+            model, _ = build.student_model(config)
+            tokenizer = SafeTokenizer.load(config.student.path)
+            self.engine = build.student_engine(config, model, tokenizer, vocabulary)
+            if (missed := board.ask("weights")) is not None:
+                asyncio.run(self.load(*missed))
+        elif role == "teacher":
+            model = build.teacher_model(config, teacher)
+            self.engine = build.teacher_engine(config, teacher, model, vocabulary)
+        else:
+            self.engine = build.reference_engine(config, vocabulary)
+        self._scheduler: InlineScheduler | None = None
+        self._score_every = config.engine.score_every
+        self._intervals: list[Interval] = []
+        board.tell("started", Started(name, actor_id(), os.getpid(), time.time()))
+
+    async def ready(self) -> int:
+        await self._running()
+        return os.getpid()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        await self._running()
+        start = time.time()
+        answer = await self.engine.generate(request)
+        self._note("generate", request.id, start)
+        return answer
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        await self._running()
+        start = time.time()
+        scores = await self.engine.score(request)
+        self._note("score", "/".join(map(str, request.key)), start)
+        return scores
+
+    async def load(self, version: int, buckets: list[Stored]) -> None:
+        """Weights of the learner, bucket by bucket."""
+        await self.engine.load(version, (named for bucket in buckets for named in bucket.get()))
+
+    async def forget(self) -> None:
+        await self.engine.load(self.engine.version, None)
+
+    async def seconds(self) -> tuple[float, float]:
+        return take_seconds([self.engine])
+
+    async def counts(self) -> dict[str, Any]:
+        return asdict(self.engine.counts)
+
+    async def intervals(self) -> list[Interval]:
+        """Times of the requests since this was last asked."""
+        found, self._intervals = self._intervals, []
+        return found
+
+    async def in_flight(self) -> int:
+        """Requests that wait or are under way."""
+        return self.engine.scoring + self.engine.writing
+
+    async def _running(self) -> None:
+        if self._scheduler is None:
+            self._scheduler = InlineScheduler([self.engine], self._score_every)
+            await self._scheduler.__aenter__()
+
+    def _note(self, kind: Literal["generate", "score"], key: str, start: float) -> None:
+        if len(self._intervals) < INTERVALS:
+            self._intervals.append(Interval(self.name, kind, key, start, time.time()))
+
+
+class RemoteEngine:
+    """An engine in another process, as routers see it."""
+
+    def __init__(self, remote: Remote) -> None:
+        self.remote = remote
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        answer: Generation = await self.remote.call("generate", request)
+        return answer
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        scores: Scores = await self.remote.call("score", request)
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Where the replicas are."""
+
+    student: tuple[Remote, ...]
+    teachers: dict[str, tuple[Remote, ...]]
+    reference: tuple[Remote, ...] = ()
+
+    def all(self) -> list[Remote]:
+        return [*self.student, *(r for replicas in self.teachers.values() for r in replicas), *self.reference]
+
+
+def pool(config: Config, name: str, replicas: Sequence[Remote]) -> TeacherPool:
+    """Replicas that score, as one process sees them."""
+    engines = [RemoteEngine(remote) for remote in replicas]
+    return TeacherPool(name, engines, limit=config.ray.queue, deadline=config.ray.request_deadline)
+
+
+def pools(config: Config, engines: Engines) -> dict[str, TeacherPool]:
+    return {name: pool(config, name, replicas) for name, replicas in engines.teachers.items()}
+
+
+@dataclass(slots=True)
+class _Work:
+    """Prompts that a worker was given."""
+
+    done: asyncio.Queue[EpisodeDone | EpisodeFailure | BaseException | None] = field(default_factory=asyncio.Queue)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says about the prompts it was given."""
+
+    outcomes: list[EpisodeDone | EpisodeFailure]
+    over: bool
+    mistake: UserError | None = None
+    error: str | None = None
+
+
+class WorkerHost:
+    """Runs agent loops and scores their episodes; their tensors go from here to the queue."""
+
+    def __init__(self, setting: Setting, engines: Engines, queue: SampleQueue) -> None:
+        setting.enter()
+        config = setting.config
+        tokenizer = SafeTokenizer.load(config.student.path)
+        tokenizers = {name: SafeTokenizer.load(teacher.path) for name, teacher in config.teachers.items()}
+        students = [RemoteEngine(remote) for remote in engines.student]
+        self.student = Router("student", students, limit=config.ray.queue, deadline=config.ray.request_deadline)
+        self.pools = pools(config, engines)
+        self.reference = pool(config, "reference", engines.reference)
+        self.rewards = reward_pool(config)
+        judges = build.Judges(
+            config,
+            tokenizer,
+            queue,
+            build.teacher_client(config, self.pools, tokenizers),
+            self.reference if engines.reference else None,
+            self.rewards,
+        )
+        self.rollout = Rollout(build.loops(config, tokenizer, self._send), judges)
+        self._work: dict[int, _Work] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ready(self) -> int:
+        if self.rewards is not None:
+            await self.rewards.start()
+        return os.getpid()
+
+    async def close(self) -> None:
+        if self.rewards is not None:
+            await self.rewards.close()
+
+    async def start(self, number: int, order: Order, prompts: list[Prompt]) -> None:
+        """Begin; `report` tells how it goes."""
+        work = self._work[number] = _Work()
+        task = asyncio.create_task(self._run(order, prompts, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def report(self, number: int) -> Report:
+        """Wait for an outcome, and for those that come right after it."""
+        work = self._work[number]
+        found = [await work.done.get()]
+        await asyncio.sleep(COALESCED)
+        while not work.done.empty():
+            found.append(work.done.get_nowait())
+        outcomes = [o for o in found if isinstance(o, EpisodeDone | EpisodeFailure)]
+        errors = [o for o in found if isinstance(o, BaseException)]
+        if over := (found[-1] is None or bool(errors)):
+            del self._work[number]
+        mistakes = [error for error in errors if isinstance(error, UserError)]
+        said = repr(errors[0]) if errors and not mistakes else None
+        return Report(outcomes, over, mistakes[0] if mistakes else None, said)
+
+    async def counts(self) -> dict[str, Any]:
+        """Calls made again, and what happened to rewards."""
+        return {
+            "retries": {
+                "student": self.student.retries,
+                "reference": self.reference.router.retries,
+                **{name: pool.router.retries for name, pool in self.pools.items()},
+            },
+            "rewards": dict(self.rewards.counts) if self.rewards is not None else {},
+        }
+
+    async def _run(self, order: Order, prompts: list[Prompt], work: _Work) -> None:
+        try:
+            async for outcome in self.rollout.run(order, prompts):
+                work.done.put_nowait(outcome)
+        except Exception as error:
+            work.done.put_nowait(error)
+        else:
+            work.done.put_nowait(None)
+
+    async def _send(self, request: GenerateRequest) -> Generation:
+        return await self.student.call(request.order[:2], lambda replica: replica.generate(request))
+
+
+class LearnerHost:
+    """One rank of the learner."""
+
+    def __init__(self, setting: Setting, rank: int, ranks: int, queue: SampleQueue) -> None:
+        setting.enter()
+        self.setting, self.rank, self.count, self.queue = setting, rank, ranks, queue
+        self._ranks: Ranks = alone
+
+    async def address(self) -> str:
+        """Where ranks can meet; asked of the first one."""
+        with socket.socket() as found:
+            found.bind(("", 0))
+            return f"tcp://{node_address()}:{found.getsockname()[1]}"
+
+    async def ready(self, address: str) -> int:
+        """Meet the others and load the models."""
+        config, vocabulary = self.setting.config, self.setting.vocabulary
+        heads = [
+            build.teacher_head(config, name, load_head(settings), vocabulary)
+            for name, settings in config.teachers.items()
+        ]
+        student, _ = build.student_model(config)
+        spread: build.Spread = lambda model: None  # noqa: E731
+        if self.count > 1:
+            from understudy.learner import fsdp
+
+            device = config.pools[config.learner.pool].device.replace("gpu", "cuda")
+            self._ranks = fsdp.join(self.rank, self.count, address, device)
+            dtype = torch.bfloat16 if config.learner.mixed_precision == "bfloat16" else None
+            sharding = fsdp.Sharding(dtype, config.learner.activation_checkpointing)
+            spread = lambda model: fsdp.shard(model, sharding, device)  # noqa: E731
+        self.learner = build.learner(config, student, heads, self.queue, vocabulary, ranks=self._ranks, spread=spread)
+        return os.getpid()
+
+    async def alive(self) -> bool:
+        return True
+
+    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
+        return await self.learner.learn(ref, rate, schedule, shown)
+
+    async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
+        return await self.learner.measure(ref, columns)
+
+    async def weights(self) -> list[Stored]:
+        """What learns, whole, in buckets, from rank 0; the others only take part."""
+        buckets: list[Stored] = []
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self._gathered():
+            if self.rank == 0:
+                bucket.append((name, tensor.detach().clone()))
+                size += tensor.nbytes
+                if size >= BUCKET:
+                    buckets.append(Stored.put(bucket))
+                    bucket, size = [], 0
+        if bucket:
+            buckets.append(Stored.put(bucket))
+        return buckets
+
+    async def save(self, directory: Path, keep: int, step: int, state: dict[str, Any], mark: Best | None) -> Path:
+        """Together with the other ranks, each its own slices."""
+        from understudy.sharded_checkpoint import ShardedStore
+
+        tensors, own = learner_state(self.learner)
+        seen = mark or Best(step)
+        return ShardedStore(directory, keep, self._ranks).save_shards(
+            step, tensors, {**state, **own}, best=mark is not None, measure=seen.measure, value=seen.value
+        )
+
+    async def restore(self, path: Path) -> Checkpoint:
+        """Returns the plain state; the tensors stay here."""
+        from understudy.sharded_checkpoint import load_shards
+
+        like, _ = learner_state(self.learner)
+        found = load_shards(path, like, self._ranks)
+        restore_learner(self.learner, found)
+        return Checkpoint(found.step, {}, found.state)
+
+    def _gathered(self) -> Any:
+        from understudy.learner.fsdp import gather
+
+        return gather(self.learner.student.named)

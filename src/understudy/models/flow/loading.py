@@ -1,0 +1,70 @@
+"""From a diffusers directory to an adapter: model_index.json names the pipeline, the pipeline names the adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
+
+from understudy.models.flow.base import PipelineModel
+from understudy.models.flow.flux import Flux
+from understudy.models.flow.qwen_image import QwenImage
+from understudy.models.flow.sd3 import StableDiffusion3
+from understudy.models.flow.wan import Wan
+from understudy.models.sources import ModelError
+
+_ADAPTERS: dict[str, tuple[Any, type[PipelineModel]]] = {
+    "StableDiffusion3Pipeline": (StableDiffusion3Pipeline, StableDiffusion3),
+    "QwenImagePipeline": (QwenImagePipeline, QwenImage),
+    "FluxPipeline": (FluxPipeline, Flux),
+    "WanPipeline": (WanPipeline, Wan),
+}
+
+
+def load_flow_model(
+    directory: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> PipelineModel:
+    """Load a pipeline with all its parts, from safetensors only; its transformer learns, the rest is frozen."""
+    pipeline, adapter = _ADAPTERS[_pipeline_class(directory)]
+    with _no_progress_bars():
+        try:
+            pipe = pipeline.from_pretrained(str(directory), dtype=dtype, use_safetensors=True, local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(f"{directory} does not load as a {pipeline.__name__}: {error}") from error
+    return adapter(pipe.to(device))
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """One bar for each part of the pipeline would fill the screen."""
+    shown = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    for log in shown:
+        log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for log in shown:
+            log.enable_progress_bar()
+
+
+def _pipeline_class(directory: Path) -> str:
+    file = directory / "model_index.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{directory} has no model_index.json: a diffusion model is a directory written by diffusers' "
+            "save_pretrained, with one subdirectory for each part"
+        )
+    try:
+        name = json.loads(file.read_text())["_class_name"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} does not name a pipeline under _class_name: {error!r}") from error
+    if name not in _ADAPTERS:
+        raise ModelError(f"{file}: there is no adapter for {name!r}; there are adapters for {', '.join(_ADAPTERS)}")
+    return str(name)

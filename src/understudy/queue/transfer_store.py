@@ -1,0 +1,239 @@
+"""The tensors of the sample queue in TransferQueue, and its metadata: everything that speaks with that package.
+
+A row is one key of TransferQueue, `uid/sample/attempt/index` in the partition of the same name; each column is a field;
+the tags are its tags. So whoever knows TransferQueue can list and read the rows, and both kinds of its metadata stand
+for a reference: `KVBatchMeta` (by key) and `BatchMeta` (by index). Functions block: they are called from threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.data.ragged import Ragged
+from understudy.data.trajectory import COLUMNS, Batch, GroupKey, Key
+from understudy.queue.contract import BatchRef, FailedGroup
+from understudy.queue.schema import in_order
+
+os.environ.setdefault("TQ_NUM_THREADS", "1")  # or a transfer lets the whole process compute with 8 threads meanwhile
+try:
+    import ray as ray
+    import transfer_queue  # type: ignore[import-untyped]
+    from tensordict import TensorDict
+    from transfer_queue import BatchMeta as BatchMeta
+    from transfer_queue import KVBatchMeta as KVBatchMeta
+except ImportError as error:
+    raise ImportError(f"the TransferQueue back end needs {error.name}: pip install 'understudy[ray]'") from error
+
+_connected = False
+_connecting = threading.Lock()
+
+
+def launch(units: int, deadline: float) -> None:
+    """Start TransferQueue with so many storage units in the Ray cluster that this process is connected to."""
+    if not ray.is_initialized():
+        raise RuntimeError("the queue starts inside Ray, which is not initialised: call ray.init first")
+    cluster: Any = ray
+    free, all_ = (now().get("CPU", 0.0) for now in (cluster.available_resources, cluster.cluster_resources))
+    if free < units + 1:
+        raise RuntimeError(
+            f"TransferQueue with {units} storage units needs {units + 1} CPUs (1 each, 1 for its controller), "
+            f"{free:g} of {all_:g} are free: give Ray more, for instance with ray.init(num_cpus=8)"
+        )
+    if _is_running():
+        raise RuntimeError("a TransferQueue runs in this Ray cluster already; close it, or use another cluster")
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            transfer_queue.init({"backend": {"SimpleStorage": {"num_data_storage_units": units}}})
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # it may never return
+    thread.start()
+    thread.join(deadline)
+    if thread.is_alive():
+        free = cluster.available_resources().get("CPU", 0.0)
+        raise TimeoutError(
+            f"TransferQueue with {units} storage units has not started within {deadline:g} s; "
+            f"{free:g} of {all_:g} CPUs are free"
+        )
+    if failed:
+        raise failed[0]
+
+
+def shut_down() -> None:
+    global _connected
+    transfer_queue.close()
+    _connected = False
+
+
+def put(keys: Sequence[Key], rows: Sequence[Mapping[str, Tensor]], tags: list[dict[str, Any]]) -> None:
+    """Store rows of one partition that have the same columns. Ragged ones go as jagged tensors: nothing is padded."""
+    _connect()
+    fields: dict[str, Tensor] = {}
+    for name in rows[0]:
+        values = [row[name].detach() for row in rows]
+        ragged = values[0].ndim > 0
+        fields[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if ragged else torch.stack(values)
+    names = [storage_key(key) for key in keys]
+    transfer_queue.kv_batch_put(names, keys[0].partition, TensorDict(fields, batch_size=len(rows)), tags)
+
+
+def read(keys: Sequence[Key], names: Sequence[str]) -> Batch:
+    """Columns of rows of one partition that all have them."""
+    _connect()
+    found = transfer_queue.kv_batch_get([storage_key(key) for key in keys], keys[0].partition, list(names))
+    if lost := [name for name in names if name not in found or len(found) != len(keys)]:
+        raise KeyError(
+            f"TransferQueue lacks {lost[0]} in some of {len(keys)} rows, the first is {keys[0]}: "
+            "were they cleared while they were read?"
+        )
+    columns: dict[str, Ragged] = {}
+    single: dict[str, Tensor] = {}
+    for name in names:
+        value = found[name]
+        if COLUMNS[name].span != "row":
+            columns[name] = Ragged.from_nested(value)
+        elif value.is_nested:
+            values = value.values()
+            single[name] = values.reshape(len(keys), len(values) // len(keys), *values.shape[1:])
+        else:
+            single[name] = value
+    return Batch(tuple(keys), columns, single)
+
+
+def erase(keys: Iterable[Key]) -> None:
+    """Clear rows; those that are not there are ignored."""
+    _connect()
+    for partition, part in by_partition(keys).items():
+        transfer_queue.kv_clear([storage_key(key) for key in part], partition)
+
+
+def storage_key(key: Key) -> str:
+    """The name of a row within its partition of TransferQueue: prompt, sample, attempt, index."""
+    return f"{key.uid}/{key.sample}/{key.attempt}/{key.index}"
+
+
+def parse_key(partition: str, name: str) -> Key:
+    """The key of which this is the name."""
+    parts = name.split("/")
+    try:
+        uid, sample, attempt, index = map(int, parts)
+    except ValueError:
+        raise ValueError(
+            f"{name!r} in partition {partition!r} is not a row of the sample queue: expected uid/sample/attempt/index"
+        ) from None
+    return Key(partition, uid, sample, attempt, index)
+
+
+def to_kv_meta(ref: BatchRef) -> KVBatchMeta:
+    """TransferQueue's metadata by key of the same rows. They are of one partition."""
+    partitions = list(by_partition(ref.keys))
+    if len(partitions) > 1:
+        raise ValueError(f"KVBatchMeta names rows of one partition, this reference has {', '.join(partitions)}")
+    return KVBatchMeta(
+        keys=[storage_key(key) for key in ref.keys],
+        tags=[dict(ref.tags.get(key, {})) for key in ref.keys],
+        partition_id=partitions[0] if partitions else None,
+        fields=list(ref.columns),
+        extra_info=_extra(ref),
+    )
+
+
+def from_kv_meta(meta: KVBatchMeta) -> BatchRef:
+    """The reference to the same rows, in the same order."""
+    if meta.keys and meta.partition_id is None:
+        raise ValueError(f"KVBatchMeta of {len(meta.keys)} rows has no partition_id: a row's key begins with it")
+    keys = [parse_key(str(meta.partition_id), name) for name in meta.keys]
+    return _make_ref(keys, meta.fields or [], meta.tags, meta.extra_info or {})
+
+
+def to_batch_meta(ref: BatchRef) -> BatchMeta:
+    """TransferQueue's metadata by index of the same rows. It has their indices, so they must be there."""
+    if not ref.keys:
+        return BatchMeta.empty(_extra(ref))
+    _connect()
+    client = transfer_queue.get_client()
+    parts = by_partition(ref.keys)
+    found = [client.kv_retrieve_meta([storage_key(key) for key in keys], name) for name, keys in parts.items()]
+    if (lost := len(ref.keys) - sum(map(len, found))) > 0:
+        raise KeyError(f"{lost} of {len(ref.keys)} rows are not in TransferQueue, {ref.keys[0]} the first of all")
+    meta = BatchMeta.concat([part.select_fields(list(ref.columns)) for part in found])
+    place = {key: at for at, key in enumerate(key for keys in parts.values() for key in keys)}
+    meta.reorder([place[key] for key in ref.keys])
+    meta.clear_custom_meta()
+    meta.update_custom_meta([dict(ref.tags.get(key, {})) for key in ref.keys])
+    meta.update_extra_info(_extra(ref))
+    return meta
+
+
+def from_batch_meta(meta: BatchMeta) -> BatchRef:
+    """The reference to the same rows, in the same order."""
+    order = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
+    names: dict[tuple[str, int], str | None] = {}
+    for partition in dict.fromkeys(meta.partition_ids):
+        _connect()
+        indices = [index for name, index in order if name == partition]
+        found = transfer_queue.get_client().kv_retrieve_keys(indices, partition)
+        names.update({(partition, index): name for index, name in zip(indices, found, strict=True)})
+    keys: list[Key] = []
+    for at in order:
+        if (name := names[at]) is None:
+            raise KeyError(f"row {at[1]} of partition {at[0]} is not in TransferQueue: was it cleared?")
+        keys.append(parse_key(at[0], name))
+    return _make_ref(keys, meta.field_names, meta.custom_meta, meta.extra_info)
+
+
+def _extra(ref: BatchRef) -> dict[str, Any]:
+    """What TransferQueue's metadata have no place for, as plain values."""
+    return {
+        "columns": list(ref.columns),
+        "failed": [[*failure.group, failure.reason] for failure in ref.failed],
+        "stale": [list(group) for group in ref.stale],
+    }
+
+
+def _make_ref(
+    keys: Sequence[Key], fields: Iterable[str], tags: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
+) -> BatchRef:
+    return BatchRef(
+        tuple(keys),
+        in_order(fields) if keys else tuple(extra.get("columns", fields)),
+        {key: dict(tag) for key, tag in zip(keys, tags, strict=True)},
+        tuple(FailedGroup(GroupKey(partition, uid), why) for partition, uid, why in extra.get("failed", ())),
+        tuple(GroupKey(*group) for group in extra.get("stale", ())),
+    )
+
+
+def by_partition(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    parts: dict[str, list[Key]] = {}
+    for key in keys:
+        parts.setdefault(key.partition, []).append(key)
+    return parts
+
+
+def _is_running() -> bool:
+    try:
+        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    except ValueError:
+        return False
+    return True
+
+
+def _connect() -> None:
+    """Connect this process with TransferQueue, once."""
+    global _connected
+    with _connecting:
+        if _connected:
+            return
+        if not _is_running():
+            raise RuntimeError("no TransferQueue runs in this Ray cluster: it was closed, or its controller has died")
+        transfer_queue.init()
+        _connected = True

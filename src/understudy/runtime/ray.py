@@ -1,0 +1,197 @@
+"""Processes on a Ray cluster: a place for every replica of every pool, and calls that say who did not answer.
+
+Nothing here knows what the processes do. A *host* is an ordinary class; spawned, each replica of it lives in an actor
+of its own, in the placement group of its pool's replica. Actors end with the process that spawned them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from understudy.config.schema import Pool
+from understudy.config.schema import Ray as Settings
+from understudy.errors import UserError
+from understudy.runtime.contract import CannotPlace, Node, Placement, ReplicaGone
+from understudy.runtime.placement import left_for_pools, place
+
+try:
+    import ray
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise UserError("runtime: ray needs the package ray: pip install 'understudy[ray]'") from error
+
+OPEN_CALLS = 10_000
+"""Calls that one actor has open at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A host in another process. Can be sent to other processes."""
+
+    name: str
+    """as errors call it"""
+    actor: Any
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Its answer. What the host raised is raised here; ReplicaGone if it is not there."""
+        try:
+            return await getattr(self.actor, method).remote(*args)
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """The same from code that cannot wait otherwise."""
+        try:
+            return ray.get(getattr(self.actor, method).remote(*args))
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Without waiting for an answer."""
+        getattr(self.actor, method).remote(*args)
+
+    def kill(self) -> None:
+        """End it for good."""
+        ray.kill(self.actor)
+
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+            return error.cause
+        if isinstance(error, RayActorError):
+            brief = " ".join(str(error).split())[:300]
+            coming_back = isinstance(error, ActorUnavailableError) or "RESTARTING" in brief.upper()
+            return ReplicaGone(f"{self.name} is gone: {brief}", for_good=not coming_back)
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value in the cluster's object store, to be read by whoever gets this."""
+
+    ref: Any
+
+    @classmethod
+    def put(cls, value: Any) -> Stored:
+        return cls(ray.put(value))
+
+    def get(self) -> Any:
+        return ray.get(self.ref)
+
+
+class Cluster:
+    """A Ray cluster in which every replica of every pool has its place."""
+
+    def __init__(self, settings: Settings, pools: Mapping[str, Pool]) -> None:
+        """Connects, or starts a local cluster; refuses what does not fit, with the numbers."""
+        self.pools = pools
+        self._started = settings.address is None
+        if self._started:
+            place(pools, left_for_pools([Node("this machine", settings.cpus)]))
+        if ray.is_initialized():
+            raise UserError("this process is connected to a Ray cluster already: one run at a time")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        options: dict[str, Any] = {"include_dashboard": False, "num_cpus": settings.cpus} if self._started else {}
+        ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        self._groups: dict[tuple[str, int], PlacementGroup] = {}
+        try:
+            self.placement = place(pools, left_for_pools(self.nodes()))
+            self._reserve(settings.deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def nodes(self) -> list[Node]:
+        """What is there, whether in use or not."""
+        return [
+            Node(str(node["NodeManagerAddress"]), int(found.get("CPU", 0)), int(found.get("GPU", 0)))
+            for node in ray.nodes()
+            if node["Alive"]
+            for found in [node["Resources"]]
+        ]
+
+    def _reserve(self, deadline: float) -> None:
+        """Take every replica's devices; wait for those that others still use, not for ever."""
+        for name, pool in self.pools.items():
+            kind = "GPU" if pool.device == "gpu" else "CPU"
+            bundles = [{kind: 1}] * pool.devices if pool.straddle else [{kind: pool.devices}]
+            for replica in range(pool.replicas):
+                strategy = "PACK" if pool.straddle else "STRICT_PACK"
+                self._groups[name, replica] = placement_group(bundles, strategy=strategy)
+        try:
+            ray.get([group.ready() for group in self._groups.values()], timeout=deadline)
+        except GetTimeoutError:
+            raise CannotPlace(self._waiting(deadline)) from None
+
+    def _waiting(self, deadline: float) -> str:
+        free = ray.available_resources()
+        asked = [f"pool {name}: {p.replicas} × {p.devices} {p.device.upper()}" for name, p in self.pools.items()]
+        there = f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs are free now"
+        return (
+            f"the cluster did not give all pools their places within ray.deadline = {deadline:g} s "
+            f"({there}, the rest is in use):\n  " + "\n  ".join(asked)
+        )
+
+    def spawn(
+        self,
+        host: type,
+        name: str,
+        pool: str | None,
+        replica: int,
+        *args: Any,
+        share: float = 1.0,
+        restarts: int = 0,
+    ) -> Remote:
+        """A host in the place of its pool's replica (None: anywhere, without a device of its own). `share`: its part of
+        the devices there."""
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": OPEN_CALLS, "max_restarts": restarts}
+        if pool is not None:
+            group, wanted = self._groups[pool, replica], self.pools[pool]
+            options["num_gpus" if wanted.device == "gpu" else "num_cpus"] = wanted.devices * share
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                group, placement_group_capture_child_tasks=False
+            )
+        return Remote(name, ray.remote(host).options(**options).remote(*args))
+
+    def close(self) -> None:
+        """Give everything back; a cluster that this process started ends."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+        ray.shutdown()
+
+
+async def all_ready(remotes: Sequence[Remote], method: str, deadline: float, what: str) -> list[Any]:
+    """The answers of all of them to one question; whoever does not answer in time is named."""
+    tasks = [asyncio.create_task(remote.call(method), name=remote.name) for remote in remotes]
+    done, waiting = await asyncio.wait(tasks, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
+    try:
+        for task in done:
+            if (error := task.exception()) is not None:
+                raise error
+        if waiting:
+            late = ", ".join(sorted(task.get_name() for task in waiting))
+            raise UserError(f"{what} did not finish within {deadline:g} s: no answer from {late}")
+    finally:
+        for task in waiting:
+            task.cancel()
+    return [task.result() for task in tasks]
+
+
+def node_address() -> str:
+    """Of the machine that this process is on."""
+    return str(ray.util.get_node_ip_address())
+
+
+def actor_id() -> str:
+    """Of the actor that this process is; it stays when the process is started again."""
+    return str(ray.get_runtime_context().get_actor_id())
+
+
+__all__ = ["Cluster", "Placement", "Remote", "Stored", "actor_id", "all_ready", "node_address"]

@@ -1,0 +1,327 @@
+"""The TransferQueue back end: the contract, on a real Ray and a real TransferQueue, and what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+ray = pytest.importorskip("ray")
+tq = pytest.importorskip("transfer_queue")
+pytest.register_assert_rewrite("queue_contract")
+
+from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
+from understudy.data.trajectory import Key  # noqa: E402
+from understudy.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
+from understudy.queue.clerk import Answer, Clerk, Reply, Request  # noqa: E402
+from understudy.queue.schema import describe  # noqa: E402
+from understudy.queue.transfer_queue import TransferSampleQueue, start  # noqa: E402
+from understudy.queue.transfer_store import from_batch_meta, storage_key, to_batch_meta, to_kv_meta  # noqa: E402
+
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+"""A call takes milliseconds here; the plans are the same as for the other back ends."""
+_queues: list[TransferSampleQueue] = []
+_next = itertools.count()
+
+
+class FreshClerk(Clerk):
+    """Can start over, which is quicker than a new actor for each test."""
+
+    async def reset(self) -> Reply:
+        known = [*self._ledger.rows(), *self._held, *self._garbage]
+        for lease in self._leases.values():
+            lease.timer.cancel()
+        self.__init__()  # type: ignore[misc]
+        self._garbage = dict.fromkeys(known)
+        return self._reply(self._lease(), [])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray and one TransferQueue; three clerks, since a test has up to three queues at a time."""
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    for name in (__name__, "queue_plans"):  # workers cannot import tests
+        ray.cloudpickle.register_pickle_by_value(sys.modules[name])
+    first = start()
+    clerk = ray.remote(num_cpus=0, max_concurrency=100)(FreshClerk)
+    _queues[:] = [TransferSampleQueue(clerk.remote()) for _ in range(3)]
+    yield
+    first.close()
+    ray.shutdown()
+
+
+def make() -> TransferSampleQueue:
+    """A queue of which nothing is left, not in TransferQueue either."""
+    queue = _queues[next(_next) % len(_queues)]
+    reply = ray.get(queue._clerk.reset.remote())
+    if reply.lease:
+        tq.kv_clear([storage_key(row) for row in reply.clear if row.partition == "train"] or ["none"], "train")
+        tq.kv_clear([storage_key(row) for row in reply.clear if row.partition != "train"] or ["none"], "validation")
+        ray.get(queue._clerk.settle.remote(reply.lease, True))
+    return queue
+
+
+def alone() -> TransferSampleQueue:
+    """Such a queue, and nothing is left of the others."""
+    return [make() for _ in _queues][-1]
+
+
+def stored() -> list[str]:
+    """Every row that TransferQueue has."""
+    return sorted(name for rows in tq.kv_list().values() for name in rows)
+
+
+class TestTransferQueue(QueueContract):
+    def make(self) -> SampleQueue:
+        return make()
+
+    test_any_interleaving = FEW(given(st.data())(QueueContract.test_any_interleaving.hypothesis.inner_test))  # type: ignore[attr-defined]
+    test_concurrent_takers = FEW(given(st.data())(QueueContract.test_concurrent_takers.hypothesis.inner_test))  # type: ignore[attr-defined]
+
+
+def test_nothing_is_left_in_storage() -> None:
+    async def test() -> None:
+        queue = alone()
+        for uid in range(3):
+            await fill(queue, uid, (2,), version=uid)
+        await queue.put(key(1, attempt=1), make_row(version=1))
+        assert stored() == ["0/0/0/0", "0/0/0/1", "1/0/1/0", "2/0/0/0", "2/0/0/1"], "superseded rows are gone"
+        await queue.fail(group(1), "why")
+        await queue.put(key(1, attempt=2), make_row())
+        assert stored() == ["0/0/0/0", "0/0/0/1", "2/0/0/0", "2/0/0/1"], "failed and late rows are gone"
+        ref = await queue.take("train", NEEDS, 3, version=2, max_lag=1)
+        assert (ref.stale, len(ref.failed)) == ((group(0),), 1)
+        assert stored() == ["2/0/0/0", "2/0/0/1"], "stale rows are gone"
+        await queue.clear(ref)
+        assert stored() == []
+        assert queue.counts["stale_groups"] == queue.counts["taken_groups"] == queue.counts["failed_groups"] == 1
+
+    run(test())
+
+
+def test_rows_are_stored_as_they_are() -> None:
+    async def test() -> None:
+        queue = alone()
+        await queue.open(group(0), 2)
+        row = make_row(length=5, teacher_topk_ids=torch.arange(6).reshape(2, 3), reward_parts=torch.tensor([1.0, 2.0]))
+        await queue.put(key(0), row, {"step": 3, "loop": "tools"})
+        await queue.put(key(0, 1), make_row(mark=7), {"step": 4})
+        await queue.update(key(0, 1), teacher())
+        raw = tq.kv_batch_get(["0/0/0/0"], "train", list(row))
+        for name, value in row.items():
+            assert raw[name].unbind()[0].equal(value), name
+        assert tq.kv_list("train")["train"] == {"0/0/0/0": {"step": 3, "loop": "tools"}, "0/1/0/0": {"step": 4}}
+        assert not await queue.update(key(0, 1), {"teacher_logp": torch.zeros(2)})
+        assert tq.kv_batch_get(["0/1/0/0"], "train", ["teacher_logp"])["teacher_logp"].unbind()[0].tolist() == [-1, -1]
+        for sample in range(2):
+            await queue.seal(key(0, sample).episode, 1)
+        batch = await queue.get((await queue.take("train", [], 1)).rows([0]), ["reward_parts", "teacher_topk_ids"])
+        assert batch.rows["reward_parts"].tolist() == [[1, 2]]
+        assert batch.columns["teacher_topk_ids"].values.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+    run(test())
+
+
+def test_calls_at_the_same_time_go_out_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        queue = alone()
+        puts: list[int] = []
+        plain = transfer_store.put
+        monkeypatch.setattr(transfer_store, "put", lambda keys, *rest: puts.append(len(keys)) or plain(keys, *rest))
+        await asyncio.gather(*(queue.open(group(uid), 1) for uid in range(20)))
+        bad = make_row() | {"reward": torch.tensor(1)}
+        rows = [make_row(mark=uid) for uid in range(20)]
+        calls = [queue.put(key(uid), bad if uid == 3 else row) for uid, row in enumerate(rows)]
+        seals = [queue.seal(key(uid).episode, 1) for uid in range(20)]
+        outcomes = await asyncio.gather(*calls, *seals, return_exceptions=True)
+        assert [at for at, outcome in enumerate(outcomes) if outcome is not None] == [3]
+        assert isinstance(outcomes[3], SchemaError)
+        assert puts == [19]
+        await queue.put(key(3), rows[3])
+        scores = [queue.update(key(uid), {**teacher(), "reward": torch.tensor(1.0)}) for uid in range(20)]
+        rewards = [queue.update(key(uid), {"teacher_index": torch.tensor(1, dtype=torch.int32)}) for uid in range(20)]
+        assert await asyncio.gather(*scores, *rewards) == [True] * 40
+        assert puts == [19, 1, 20], "two updates of a row are one write"
+        ref = await queue.take("train", ["teacher_logp", "teacher_index"], 20)
+        assert (await queue.get(ref, ["tokens"])).columns["tokens"].values.tolist() == [
+            n for n in range(20) for _ in "abcd"
+        ]
+
+    run(test())
+
+
+def test_a_write_that_fails_never_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        queue = alone()
+        await queue.open(group(0), 1)
+        plain = transfer_store.put
+
+        def broken(*args: Any) -> None:
+            plain(*args)
+            raise OSError("the storage unit has died")
+
+        monkeypatch.setattr(transfer_store, "put", broken)
+        with pytest.raises(OSError, match="storage unit has died"):
+            await queue.put(key(0), make_row())
+        assert stored() == []
+        monkeypatch.setattr(transfer_store, "put", plain)
+        await queue.put(key(0), make_row())
+        with pytest.raises(ValueError, match="was put before"):
+            await queue.put(key(0), make_row(mark=9))
+        assert stored() == ["0/0/0/0"]
+
+    run(test())
+
+
+def test_put_and_update_without_waiting() -> None:
+    """Both at once: the update finds the row taken up by its own put and comes after it."""
+
+    async def test() -> None:
+        queue = alone()
+        await queue.open(group(0), 1)
+        same = [queue.update(key(0), {"teacher_logp": torch.full((2,), float(n))}) for n in range(3)]
+        _, *updates = await asyncio.gather(queue.put(key(0), make_row()), *same)
+        assert sorted(updates) == [False, False, True]
+        await queue.seal(key(0).episode, 1)
+        ref = await queue.take("train", NEEDS, 1)
+        first = updates.index(True)
+        assert (await queue.get(ref, NEEDS)).columns["teacher_logp"].values.tolist() == [first] * 2
+
+    run(test())
+
+
+def test_other_processes_use_the_same_queue() -> None:
+    @ray.remote(num_cpus=0)
+    class Worker:
+        async def work(self, queue: TransferSampleQueue, uid: int) -> int:
+            await fill(queue, uid, (1, 2), mark=uid)
+            return os.getpid()
+
+        async def read(self, queue: TransferSampleQueue, ref: Any) -> list[int]:
+            return (await queue.get(ref, ["tokens"])).columns["tokens"].values[::4].tolist()  # type: ignore[no-any-return]
+
+    async def test() -> None:
+        queue = alone()
+        workers = [Worker.remote() for _ in range(2)]
+        taker = asyncio.create_task(queue.take("train", NEEDS, 4))
+        pids = await asyncio.gather(*(workers[uid % 2].work.remote(queue, uid) for uid in range(4)))
+        assert len({*pids, os.getpid()}) == 3
+        ref = await taker
+        assert [k.uid for k in ref.keys] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+        assert await workers[0].read.remote(queue, ref) == [k.uid for k in ref.keys]
+        await pickle.loads(pickle.dumps(queue)).clear(ref)
+        assert stored() == []
+
+    run(test())
+
+
+def test_both_kinds_of_metadata_stand_for_rows() -> None:
+    async def test() -> None:
+        queue = alone()
+        await fill(queue, 0, (1, 2), mark=5)
+        ref = await queue.take("train", NEEDS, 1)
+        ref = ref.rows([2, 0, 1])
+        by_key, by_index = to_kv_meta(ref), await asyncio.to_thread(to_batch_meta, ref)
+        assert by_index.custom_meta == by_key.tags == [{"step": 0}] * 3
+        assert by_index.is_ready
+        assert await asyncio.to_thread(from_batch_meta, by_index) == ref
+        assert (await asyncio.to_thread(from_batch_meta, by_index[1:])).keys == ref.keys[1:]
+        for meta in (ref, by_key, by_index):
+            assert (await queue.get(meta, ["tokens"])).keys == ref.keys
+        assert len(tq.kv_batch_get_by_meta(by_key)) == 3
+        await queue.clear(by_index[0])
+        await queue.clear(by_key)
+        assert stored() == []
+        with pytest.raises(KeyError, match="3 of 3 rows are not in TransferQueue"):
+            await asyncio.to_thread(to_batch_meta, ref)
+        for empty in (tq.BatchMeta.empty(), tq.KVBatchMeta()):
+            assert len(await queue.get(empty, ["tokens"])) == 0
+            await queue.clear(empty)
+
+    run(test())
+
+
+def test_restored_rows_have_their_tags_in_storage() -> None:
+    async def test() -> None:
+        queue = alone()
+        await fill(queue, 4)
+        full, empty = await queue.snapshot(), await alone().snapshot()
+        assert stored() == []
+        await make().restore(empty)
+        await make().restore(full)
+        assert tq.kv_list("train")["train"] == {"4/0/0/0": {"step": 4}}
+
+    run(test())
+
+
+def test_what_cannot_start_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"100 storage units needs 101 CPUs .* 5 of 8 are free"):
+        start(100)
+    with pytest.raises(RuntimeError, match="runs in this Ray cluster already"):
+        start(1)
+    with pytest.raises(ValueError, match=r"window is 1 s, expected 0 to 0\.01"):
+        start(window=1)
+
+
+async def begin(clerk: Clerk, requests: list[Request]) -> Reply:
+    return await clerk.begin(pickle.dumps(requests))
+
+
+def put_request(row: dict[str, torch.Tensor], at: Key) -> Request:
+    return Request("put", at, describe(row))
+
+
+def test_a_writer_that_dies_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        clerk = Clerk()
+        await begin(clerk, [Request("open", group(0), 1)])
+        dead = await begin(clerk, [put_request(make_row(), key(0))])
+        assert dead.answers == [Answer(write=())]
+        other = await begin(clerk, [put_request(make_row(), key(0))])
+        assert other.answers == [Answer(busy=key(0))]
+        assert other.lease == 0
+        free = asyncio.create_task(clerk.free(key(0)))
+        await asyncio.sleep(0)
+        assert not free.done()
+        clerk._expire(dead.lease)
+        await free
+        late = await clerk.settle(dead.lease, True)
+        assert late.answers == [], "too late: nothing is entered"
+        assert late.clear == [key(0)], "whoever calls next clears what it may have stored"
+        assert late.counts["expired_leases"] == 1
+        assert (await begin(clerk, [put_request(make_row(), key(0))])).answers == [Answer(busy=key(0))]
+        clerk._expire(late.lease)
+        again = await clerk.settle(-1, True)
+        assert again.clear == [key(0)], "one that dies while clearing, too"
+        await clerk.settle(again.lease, True)
+        alive = await begin(clerk, [put_request(make_row(), key(0))])
+        assert (await clerk.settle(alive.lease, True)).answers == [Answer()]
+
+    run(test())
+
+
+def test_one_writer_at_a_time_for_the_same_columns() -> None:
+    async def test() -> None:
+        clerk = Clerk()
+        scores = Request("update", key(0), describe(teacher()))
+        await begin(clerk, [Request("open", group(0), 1)])
+        await clerk.settle((await begin(clerk, [put_request(make_row(), key(0))])).lease, True)
+        first = await begin(clerk, [scores])
+        assert first.answers == [Answer(write=("teacher_logp",))]
+        assert (await begin(clerk, [scores])).answers == [Answer(busy=key(0))]
+        failing = await begin(clerk, [Request("fail", group(0), "why")])
+        assert failing.clear == [], "the row is being written: its writer clears it"
+        done = await clerk.settle(first.lease, True)
+        assert done.answers == [Answer(False)], "the row was dropped meanwhile"
+        assert done.clear == [key(0)]
+
+    run(test())
