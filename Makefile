@@ -23,7 +23,7 @@ quickstart: $(READY)
 	else $(BIN)/understudy train recipes/quickstart.yaml; fi
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -36,6 +36,7 @@ bench: $(READY)
 	bash bench/setup_trl.sh
 	$(BIN)/python -m bench.opd_step
 	$(BIN)/python -m bench.full_loss
+	$(BIN)/python -m bench.queue_bandwidth
 
 prove: $(READY)
 	$(BIN)/python proofs/run.py

@@ -12,16 +12,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from understudy.checkpoint import Best, Checkpoint, CheckpointStore, load
+from understudy.checkpoint import Best, Checkpoint, CheckpointStore
 from understudy.data.ragged import Ragged
 from understudy.engines.contract import GenerateRequest, Generation
 from understudy.engines.torch_lm import TorchEngine
+from understudy.learner.ranks import alone
 from understudy.learning import Learner, Schedule, Trainable
 from understudy.models.weights import copy_named
 from understudy.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
 from understudy.queue.contract import BatchRef
+from understudy.record.timeline import Interval
 from understudy.rewards.pool import RewardPool
 from understudy.runtime.inline import InlineScheduler
+from understudy.sharded_checkpoint import load_shards
 from understudy.weights import publish
 
 Learnt = tuple[dict[str, float], dict[str, Ragged]]
@@ -52,6 +55,9 @@ class Backstage(Protocol):
 
     async def seconds(self) -> tuple[float, float]:
         """Of generation and of scoring since this was last asked, all engines together."""
+
+    async def timeline(self) -> list[Interval]:
+        """When engines served which request, since this was last asked; nothing where they take turns."""
 
     async def counts(self) -> dict[str, Any]:
         """What happened to rewards and teachers, for the summary."""
@@ -110,6 +116,9 @@ class Embedded:
     async def seconds(self) -> tuple[float, float]:
         return take_seconds(self.engines)
 
+    async def timeline(self) -> list[Interval]:
+        return []
+
     async def counts(self) -> dict[str, Any]:
         return {
             "rewards": dict(self.rewards.counts) if self.rewards is not None else {},
@@ -124,7 +133,7 @@ class Embedded:
         )
 
     async def restore(self, path: Path) -> Checkpoint:
-        found = load(path)
+        found = load_shards(path, {}, alone)
         restore_learner(self.learner, found)
         return found
 

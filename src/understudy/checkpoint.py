@@ -144,11 +144,11 @@ class CheckpointStore:
         _require_json(dict(state), "state")
         with self._explained(f"{name_of(step)} was not saved"):
             self.recover()
-        draft = _State(step, seals, mark, self.best_mark(), dict(state))
+        draft = State(step, seals, mark, self.best_mark(), dict(state))
         needed = len(draft.to_json()) + sum(seal.size for seal in seals.values()) + _SLACK * (len(seals) + 2)
         target = self.directory / name_of(step)
         with self._explained(f"{name_of(step)} was not saved", needed):
-            _make_durable_directory(self.directory)
+            make_durable_directory(self.directory)
             if shutil.disk_usage(self.directory).free < needed:
                 raise OSError(errno.ENOSPC, "not enough free space")
             self._write(target, layouts, draft)
@@ -177,7 +177,7 @@ class CheckpointStore:
             if entry.name.startswith(_OLD) and not target.exists():
                 os.rename(entry, target)
             elif entry.name.startswith((_WRITING, _TRASH, _OLD)):
-                _remove(entry)
+                remove(entry)
         mark = self.best_mark()
         if mark is not None and mark != self._read_mark():
             self._write_mark(mark)
@@ -192,7 +192,7 @@ class CheckpointStore:
                 paths[int(found[1])] = path
         return paths
 
-    def _write(self, target: Path, layouts: Mapping[str, TensorFile], draft: _State) -> None:
+    def _write(self, target: Path, layouts: Mapping[str, TensorFile], draft: State) -> None:
         writing, old = self.directory / (_WRITING + target.name), self.directory / (_OLD + target.name)
         try:
             writing.mkdir()
@@ -206,14 +206,14 @@ class CheckpointStore:
         except BaseException:
             if old.exists() and not target.exists():
                 os.rename(old, target)
-            _remove(writing)
+            remove(writing)
             raise
 
     def _forget_after(self, step: int) -> None:
         """Drop later checkpoints, newest first, and go back to the best mark of the time when the first was saved."""
         later, mark = [at for at in self.steps() if at > step], self.best_mark()
         if mark is not None and mark.step > step:
-            state, _ = _read_state(self._paths()[later[0]])
+            state, _ = read_state(self._paths()[later[0]])
             before = state.best_before if state is not None else None
             self._write_mark(before if before is not None and before.step <= step else None)
         self._drop(reversed(later))
@@ -224,7 +224,7 @@ class CheckpointStore:
             trash = self.directory / (_TRASH + name_of(step))
             os.rename(self.directory / name_of(step), trash)
             _sync_directory(self.directory)
-            _remove(trash)
+            remove(trash)
 
     def _read_mark(self) -> Best | None:
         path = self.directory / BEST
@@ -277,7 +277,7 @@ def load(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
                 problems.append(f"{path / name}: {error}")
     if state is None or problems:
         raise CheckpointError(
-            "\n".join([f"checkpoint {path} cannot be used:", *(f"  {p}" for p in problems), _advice(path)])
+            "\n".join([f"checkpoint {path} cannot be used:", *(f"  {p}" for p in problems), advice(path)])
         )
     return Checkpoint(state.step, tensors, state.state)
 
@@ -290,7 +290,7 @@ def name_of(step: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class State:
     """What state.json holds. Written last: its presence says that the other files are there."""
 
     step: int
@@ -306,7 +306,7 @@ class _State:
         return json.dumps({**body, "crc32": f"{_crc_of(body):08x}"}, indent=1, allow_nan=False).encode()
 
 
-def _read_state(directory: Path) -> tuple[_State | None, str]:
+def read_state(directory: Path) -> tuple[State | None, str]:
     """What state.json says, or None and what is wrong with it."""
     path = directory / STATE
     try:
@@ -325,28 +325,28 @@ def _read_state(directory: Path) -> tuple[_State | None, str]:
     try:
         files = {file_name(name): Seal(**seal) for name, seal in raw["files"].items()}
         best, before = (None if raw[key] is None else _best_from(raw[key]) for key in ("best", "best_before"))
-        return _State(raw["step"], files, best, before, raw["state"]), ""
+        return State(raw["step"], files, best, before, raw["state"]), ""
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return None, f"{path}: not as understudy writes it: {error!r}"
 
 
-def _verify(path: Path) -> tuple[_State | None, list[str]]:
+def _verify(path: Path) -> tuple[State | None, list[str]]:
     """Everything that is wrong with a checkpoint, each with the file's name."""
     if not path.is_dir():
         return None, [f"{path}: no such directory"]
-    state, wrong = _read_state(path)
+    state, wrong = read_state(path)
     if state is None:
         return None, [wrong]
     problems: list[str] = []
     for name, seal in state.files.items():
         try:
-            problems += _damage(path / name, seal)
+            problems += damage(path / name, seal)
         except OSError as error:
             problems.append(f"{path / name}: cannot be read: {error.strerror}")
     return state, problems
 
 
-def _damage(file: Path, seal: Seal) -> list[str]:
+def damage(file: Path, seal: Seal) -> list[str]:
     if not file.is_file():
         return [f"{file}: missing"]
     size = file.stat().st_size
@@ -357,7 +357,7 @@ def _damage(file: Path, seal: Seal) -> list[str]:
     return []
 
 
-def _advice(path: Path) -> str:
+def advice(path: Path) -> str:
     """What to do about a damaged checkpoint: the newest other one that is whole."""
     others = CheckpointStore(path.parent, 1)._paths()
     for step in sorted(others, reverse=True):
@@ -369,7 +369,7 @@ def _advice(path: Path) -> str:
 
 def _mark_in_transit(newest: Path, mark: Best | None) -> Best | None:
     """The mark that best.json should carry, if a save was killed between the checkpoint's rename and best.json's."""
-    state, _ = _read_state(newest)
+    state, _ = read_state(newest)
     in_transit = state is not None and state.best is not None and state.best_before == mark
     return state.best if state is not None and in_transit else mark
 
@@ -407,13 +407,13 @@ def _sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def _make_durable_directory(path: Path) -> None:
+def make_durable_directory(path: Path) -> None:
     if not path.is_dir():
         path.mkdir(parents=True)
         _sync_directory(path.parent)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,11 @@ from understudy.hosts import (
     Board,
     EngineHost,
     Engines,
-    Interval,
     LearnerHost,
     Report,
     Role,
     Setting,
+    Started,
     WorkerHost,
     pools,
 )
@@ -49,6 +49,7 @@ from understudy.models.tokenizers import SafeTokenizer
 from understudy.queue.contract import BatchRef
 from understudy.queue.transfer_queue import TransferSampleQueue
 from understudy.queue.transfer_queue import start as start_queue
+from understudy.record.timeline import Interval
 from understudy.rollout import EpisodeDone, Order
 from understudy.runtime.contract import ReplicaGone
 from understudy.runtime.ray import Cluster, Remote, all_ready
@@ -142,8 +143,6 @@ class Distributed:
     workers: tuple[Remote, ...]
     queue: TransferSampleQueue
     rollout: RemoteRollout
-    intervals: list[Interval] = field(default_factory=list)
-    """of the requests since the record last took them"""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -196,13 +195,18 @@ class Distributed:
 
     async def seconds(self) -> tuple[float, float]:
         found = await asyncio.gather(*(self._if_there(engine, "seconds") for engine in self.engines.all()))
-        for kept in await asyncio.gather(*(self._if_there(engine, "intervals") for engine in self.engines.all())):
-            self.intervals.extend(kept or ())
         return sum(pair[0] for pair in found if pair), sum(pair[1] for pair in found if pair)
+
+    async def timeline(self) -> list[Interval]:
+        found = await asyncio.gather(*(self._if_there(engine, "intervals") for engine in self.engines.all()))
+        return sorted((interval for kept in found for interval in kept or ()), key=lambda i: (i.start, i.end))
 
     async def counts(self) -> dict[str, Any]:
         workers = [c for c in await asyncio.gather(*(self._if_there(w, "counts") for w in self.workers)) if c]
-        starts = await self.board.call("starts")
+        starts: list[Started] = await self.board.call("starts")
+        processes: dict[str, list[dict[str, Any]]] = {}
+        for start in starts:
+            processes.setdefault(start.name, []).append({"actor": start.actor, "pid": start.pid})
         teachers = {
             name: await asyncio.gather(*(self._if_there(replica, "counts") for replica in replicas))
             for name, replicas in self.engines.teachers.items()
@@ -211,7 +215,8 @@ class Distributed:
             "rewards": dict(sum((Counter(c["rewards"]) for c in workers), Counter())),
             "teachers": {name: [c for c in found if c] for name, found in teachers.items()},
             "retries": dict(sum((Counter(c["retries"]) for c in workers), Counter())),
-            "restarts": {name: n - 1 for name, n in Counter(start.name for start in starts).items() if n > 1},
+            "restarts": {name: len(found) - 1 for name, found in processes.items() if len(found) > 1},
+            "processes": processes,
             "reissued_prompts": self.rollout.reissued,
         }
 
@@ -233,7 +238,7 @@ class Distributed:
         gone = [error for error in errors if isinstance(error, ReplicaGone)]
         if gone or (errors and len(errors) < len(tasks)):
             await asyncio.sleep(0.5)  # who died first is known a moment later than that the others lost it
-            dead = [rank.name for rank in self.ranks if await self._if_there(rank, "alive") is None]
+            dead = [rank.name for rank in self.ranks if await self._if_there(rank, "pid") is None]
             names = ", ".join(dead) or "a rank of the learner"
             raise UserError(
                 f"{names} died while it was asked to {method}: {gone[0] if gone else errors[0]}\n"

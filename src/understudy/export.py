@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from understudy.checkpoint import CheckpointStore, load
+from understudy.checkpoint import CheckpointStore
 from understudy.config.load import load as load_config
 from understudy.errors import UserError
+from understudy.learner.ranks import alone
 from understudy.models.loading import apply_lora, load_causal_lm, save_hf
 from understudy.models.tokenizers import SafeTokenizer
 from understudy.models.weights import copy_into
+from understudy.sharded_checkpoint import load_shards
 
 
 def export_run(run: Path, out: Path, checkpoint: str = "latest", keep_adapter: bool = False) -> None:
@@ -17,7 +19,8 @@ def export_run(run: Path, out: Path, checkpoint: str = "latest", keep_adapter: b
     config = load_config(run / "config.yaml").config
     if keep_adapter and config.student.lora is None:
         raise UserError(f"{run} trained all weights: there is no adapter to keep, leave --keep-adapter out")
-    found = load(CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint))
+    path = CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint)
+    found = load_shards(path, {}, alone)
     model = load_causal_lm(config.student)
     saved = apply_lora(model, config.student.lora, config.seed) if config.student.lora is not None else model
     copy_into(model, found.tensors["model"])

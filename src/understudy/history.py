@@ -74,6 +74,7 @@ async def validate(run: Run) -> None:
     with run.display.phase("evaluate"):
         evaluation = await run.evaluator()
     await run.parts.backstage.seconds()  # so that the next step does not count them
+    await run.parts.backstage.timeline()
     run.directory.log_validation(run.step, evaluation.metrics, evaluation.samples)
     for writer in run.writers:
         writer.log(run.step, {f"validation/{name}": value for name, value in evaluation.metrics.items()})
@@ -112,6 +113,7 @@ async def record(
     if "divergence" in metrics and isinstance(chosen, Distill) and chosen.objective in ("reverse_kl", "k1", "k3"):
         metrics["kl"] = metrics["divergence"]
     run.directory.log_step(run.step, metrics)
+    run.directory.log_timeline(run.step, await run.parts.backstage.timeline())
     await _record_rollouts(run, ref, columns, prompts)
     for writer in run.writers:
         writer.log(run.step, metrics)

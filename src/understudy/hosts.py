@@ -33,6 +33,7 @@ from understudy.models.heads import load_head
 from understudy.models.tokenizers import SafeTokenizer
 from understudy.optimizer_state import seed_rng
 from understudy.queue.contract import BatchRef, SampleQueue
+from understudy.record.timeline import Interval
 from understudy.rollout import EpisodeDone, Order, Rollout
 from understudy.routing import Router
 from understudy.runtime.inline import InlineScheduler
@@ -57,17 +58,6 @@ class Started:
     actor: str
     pid: int
     at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """One request of one engine, in seconds since the epoch."""
-
-    engine: str
-    kind: Literal["generate", "score"]
-    key: str
-    start: float
-    end: float
 
 
 class Board:
@@ -106,7 +96,14 @@ class Setting:
         seed_rng(self.config.seed)
 
 
-class EngineHost:
+class Host:
+    """What every process can be asked."""
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class EngineHost(Host):
     """One replica of the student, a teacher or the reference, with a scheduler of its own."""
 
     def __init__(self, setting: Setting, role: Role, teacher: str, name: str, board: Remote) -> None:
@@ -114,12 +111,13 @@ class EngineHost:
         config, vocabulary = setting.config, setting.vocabulary
         self.name = name
         self.engine: TorchEngine
+        self._missed: tuple[int, list[Stored]] | None = None
+        """published before this process was started (again)"""
         if role == "student":
             model, _ = build.student_model(config)
             tokenizer = SafeTokenizer.load(config.student.path)
             self.engine = build.student_engine(config, model, tokenizer, vocabulary)
-            if (missed := board.ask("weights")) is not None:
-                asyncio.run(self.load(*missed))
+            self._missed = board.ask("weights")
         elif role == "teacher":
             model = build.teacher_model(config, teacher)
             self.engine = build.teacher_engine(config, teacher, model, vocabulary)
@@ -172,6 +170,8 @@ class EngineHost:
 
     async def _running(self) -> None:
         if self._scheduler is None:
+            if self._missed is not None:
+                await self.load(*self._missed)
             self._scheduler = InlineScheduler([self.engine], self._score_every)
             await self._scheduler.__aenter__()
 
@@ -234,7 +234,7 @@ class Report:
     error: str | None = None
 
 
-class WorkerHost:
+class WorkerHost(Host):
     """Runs agent loops and scores their episodes; their tensors go from here to the queue."""
 
     def __init__(self, setting: Setting, engines: Engines, queue: SampleQueue) -> None:
@@ -256,20 +256,20 @@ class WorkerHost:
             self.rewards,
         )
         self.rollout = Rollout(build.loops(config, tokenizer, self._send), judges)
+        self._judging = False
         self._work: dict[int, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ready(self) -> int:
-        if self.rewards is not None:
+        """Also after a new start, when the first prompts come."""
+        if self.rewards is not None and not self._judging:
+            self._judging = True
             await self.rewards.start()
         return os.getpid()
 
-    async def close(self) -> None:
-        if self.rewards is not None:
-            await self.rewards.close()
-
     async def start(self, number: int, order: Order, prompts: list[Prompt]) -> None:
         """Begin; `report` tells how it goes."""
+        await self.ready()
         work = self._work[number] = _Work()
         task = asyncio.create_task(self._run(order, prompts, work))
         self._tasks.add(task)
@@ -289,6 +289,10 @@ class WorkerHost:
         mistakes = [error for error in errors if isinstance(error, UserError)]
         said = repr(errors[0]) if errors and not mistakes else None
         return Report(outcomes, over, mistakes[0] if mistakes else None, said)
+
+    async def running(self) -> int:
+        """Shares of prompts under way."""
+        return len(self._work)
 
     async def counts(self) -> dict[str, Any]:
         """Calls made again, and what happened to rewards."""
@@ -314,13 +318,14 @@ class WorkerHost:
         return await self.student.call(request.order[:2], lambda replica: replica.generate(request))
 
 
-class LearnerHost:
+class LearnerHost(Host):
     """One rank of the learner."""
 
     def __init__(self, setting: Setting, rank: int, ranks: int, queue: SampleQueue) -> None:
         setting.enter()
         self.setting, self.rank, self.count, self.queue = setting, rank, ranks, queue
         self._ranks: Ranks = alone
+        self._steps = 0
 
     async def address(self) -> str:
         """Where ranks can meet; asked of the first one."""
@@ -348,11 +353,16 @@ class LearnerHost:
         self.learner = build.learner(config, student, heads, self.queue, vocabulary, ranks=self._ranks, spread=spread)
         return os.getpid()
 
-    async def alive(self) -> bool:
-        return True
+    async def busy(self) -> int:
+        """Steps under way; answered while one waits for its rows, not while it computes."""
+        return self._steps
 
     async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
-        return await self.learner.learn(ref, rate, schedule, shown)
+        self._steps += 1
+        try:
+            return await self.learner.learn(ref, rate, schedule, shown)
+        finally:
+            self._steps -= 1
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
         return await self.learner.measure(ref, columns)

@@ -87,6 +87,11 @@ class Rollout:
         done: asyncio.Queue[EpisodeDone | EpisodeFailure | None] = asyncio.Queue()
 
         async def score(episode: Episode) -> None:
+            if order.training and (found := _versions(episode)) - {order.version}:
+                reason = f"{episode.prompt}: written with weights {sorted(found)}, the step is at {order.version}"
+                await scorer.queue.fail(episode.key.group, reason)
+                done.put_nowait(EpisodeFailure(episode.key, episode.prompt, reason, ""))
+                return
             await scorer(episode, order.step)
             done.put_nowait(EpisodeDone.of(episode))
 
@@ -113,6 +118,11 @@ class Rollout:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+
+
+def _versions(episode: Episode) -> set[int]:
+    """Weight versions of its actions."""
+    return {version for trajectory in episode.trajectories for version in trajectory.version.tolist()}
 
 
 @dataclass(slots=True)

@@ -32,13 +32,13 @@ from understudy.checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointStore,
-    _advice,
-    _damage,
-    _make_durable_directory,
-    _read_state,
-    _remove,
-    _State,
+    State,
+    advice,
+    damage,
+    make_durable_directory,
     name_of,
+    read_state,
+    remove,
 )
 from understudy.tensor_file import Seal, TensorFile
 
@@ -99,7 +99,7 @@ class ShardedStore(CheckpointStore):
         finally:
             self._written = {}
             if first:
-                _remove(folder)
+                remove(folder)
         return self.directory / name_of(step)
 
     def recover(self) -> None:
@@ -107,7 +107,7 @@ class ShardedStore(CheckpointStore):
         waiting = {path.parent for path in self._written}
         for folder in self.directory.glob(f"{_SHARDS}*"):
             if folder not in waiting:
-                _remove(folder)
+                remove(folder)
 
     def _lay_out(self, folder: Path, tensors: Named, layouts: dict[Path, TensorFile]) -> int:
         """This rank's files to be; returns their size."""
@@ -117,13 +117,13 @@ class ShardedStore(CheckpointStore):
         return sum(layout.size for layout in layouts.values())
 
     def _make_room(self, folder: Path, needed: int) -> None:
-        _make_durable_directory(self.directory)
+        make_durable_directory(self.directory)
         self.recover()
         if (free := shutil.disk_usage(self.directory).free) < needed:
             raise OSError(errno.ENOSPC, f"it needs {needed:,} bytes, {free:,} are free: keep fewer checkpoints")
         folder.mkdir()
 
-    def _write(self, target: Path, layouts: Mapping[str, TensorFile], draft: _State) -> None:
+    def _write(self, target: Path, layouts: Mapping[str, TensorFile], draft: State) -> None:
         moved = {path.name: _Finished(path, seal) for path, seal in self._written.items()}
         super()._write(target, {**layouts, **moved}, draft)
 
@@ -151,13 +151,13 @@ def load_shards(path: Path, like: Named, ranks: Everyone) -> Checkpoint:
     is what is returned: `like` need not hold it all.
     """
     path = Path(path)
-    state, wrong = _read_state(path) if path.is_dir() else (None, f"{path}: no such directory")
+    state, wrong = read_state(path) if path.is_dir() else (None, f"{path}: no such directory")
     mine = sorted(state.files)[ranks.number :: ranks.count] if state is not None else []
-    problems = [wrong] if state is None else [p for name in mine for p in _damage(path / name, state.files[name])]
+    problems = [wrong] if state is None else [p for name in mine for p in damage(path / name, state.files[name])]
     found = list(dict.fromkeys(problem for part in ranks.all(problems) for problem in part))
     if state is None or found:
         raise CheckpointError(
-            "\n".join([f"checkpoint {path} cannot be used:", *(f"  {p}" for p in found), _advice(path)])
+            "\n".join([f"checkpoint {path} cannot be used:", *(f"  {p}" for p in found), advice(path)])
         )
     by_stem: dict[str, list[Path]] = {}
     for name in sorted(state.files):

@@ -164,7 +164,8 @@ class Column:
     """What a column holds. Declared once, checked at every put."""
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+    """None: not a tensor but any value that JSON can hold, one per trajectory"""
     span: Span
     """sequence: one value per token; action: per action; step: per denoising step; row: one per trajectory"""
     producer: str
@@ -173,6 +174,10 @@ class Column:
     """dims after the span's; None is any size, the same within a batch"""
     optional: bool = True
     """a row may be complete without it"""
+
+    def __post_init__(self) -> None:
+        if self.dtype is None and (self.span != "row" or self.trailing):
+            raise ValueError(f"column {self.name!r} has no dtype, so it holds one value per row: span row, no trailing")
 
 
 COLUMNS: dict[str, Column] = {
@@ -215,6 +220,8 @@ class Batch:
     """sequence, action and step spans"""
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     """row-span columns: [rows, *trailing]"""
+    objects: Mapping[str, list[Any]] = field(default_factory=dict)
+    """columns without dtype: one value per row"""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -225,4 +232,13 @@ class Batch:
             tuple(self.keys[i] for i in indices),
             {name: column.select(indices) for name, column in self.columns.items()},
             {name: values[torch.tensor(indices, dtype=torch.int64)] for name, values in self.rows.items()},
+            {name: [values[i] for i in indices] for name, values in self.objects.items()},
         )
+
+    def row(self, i: int) -> dict[str, Any]:
+        """Every column of row i."""
+        return {
+            **{name: column.row(i) for name, column in self.columns.items()},
+            **{name: values[i] for name, values in self.rows.items()},
+            **{name: values[i] for name, values in self.objects.items()},
+        }

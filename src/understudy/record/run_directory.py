@@ -5,6 +5,7 @@
     validation.jsonl              {"step": 0, "kl": 0.83, …}, one line per evaluation; step 0 is the one before training
     validation/step-000010.json   the answers of that evaluation, token by token
     rollouts/step-000010.jsonl    training episodes of that step with per-token log-probs
+    timeline/step-000010.jsonl    when engines served the requests of that step, where they work side by side
     summary.json                  written once, at the end
     report.html                   see report.py
 
@@ -33,6 +34,7 @@ from understudy.record.files import (
     write_atomic,
     write_lines,
 )
+from understudy.record.timeline import Interval
 
 _RESERVED = ("step", "nonfinite")
 _TRACES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "summary.json")
@@ -170,6 +172,16 @@ class RunDirectory:
         """Keep training episodes of a step."""
         write_lines(self._rollouts_path(step), [{"step": step, **_rollout_to_json(row)} for row in rows])
 
+    def log_timeline(self, step: int, intervals: Sequence[Interval]) -> None:
+        """When engines served the requests of a step."""
+        if intervals:
+            write_lines(self.path / "timeline" / f"step-{step:06d}.jsonl", [asdict(interval) for interval in intervals])
+
+    def load_timeline(self, step: int) -> list[Interval]:
+        """[] if it was not kept."""
+        path = self.path / "timeline" / f"step-{step:06d}.jsonl"
+        return [Interval(**row) for row in read_lines(path)] if path.exists() else []
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """The outcome of the run: plain values, at most nested."""
         write_atomic(self.path / "summary.json", json.dumps(_finite(summary), allow_nan=False, indent=2) + "\n")
@@ -182,7 +194,7 @@ class RunDirectory:
                 _keep_lines(self.path / name, lambda row: row["step"] <= step)
                 for name in ("metrics.jsonl", "validation.jsonl")
             ]
-            for directory in (self.path / "validation", self.path / "rollouts"):
+            for directory in (self.path / "validation", self.path / "rollouts", self.path / "timeline"):
                 _remove_later(directory, step)
             for name in (*_TRACES, "report.html"):
                 temporary_of(self.path / name).unlink(missing_ok=True)

@@ -16,6 +16,16 @@ from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """An image or a video that the student made."""
+
+    data: bytes
+    """uint8, row by row"""
+    shape: tuple[int, ...]
+    """channels, height, width; with frames in front for a video"""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """Everything a reward sees. All of it is sent to another process, so all of it must be picklable."""
 
@@ -29,6 +39,8 @@ class Answer:
     """every other column of the row"""
     finish: str = "stop"
     """why the answer ended: stop, length, abort"""
+    media: Media | None = None
+    """what the student drew; its text is then empty"""
 
 
 Reward = Callable[..., float]

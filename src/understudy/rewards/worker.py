@@ -26,10 +26,20 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from understudy.rewards import exact_match, json_schema, numeric, pattern, wire
+from understudy.rewards import (
+    classifier,
+    compressibility,
+    exact_match,
+    http_scorer,
+    json_schema,
+    numeric,
+    ocr,
+    pattern,
+    wire,
+)
 from understudy.rewards.contract import CHECKS, REWARDS, Answer, Reward, RewardSpec
 
-BUILT_IN = (exact_match, json_schema, numeric, pattern)
+BUILT_IN = (classifier, compressibility, exact_match, http_scorer, json_schema, numeric, ocr, pattern)
 """Importing them has registered their rewards."""
 
 _PR_SET_PDEATHSIG = 1
@@ -111,7 +121,10 @@ def _checked(value: object) -> wire.Report:
 
 def _seed(name: str, answer: Answer) -> None:
     text = repr((name, answer.prompt, answer.text))
-    seed = int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).digest())
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4)
+    if answer.media is not None:
+        digest.update(answer.media.data)
+    seed = int.from_bytes(digest.digest())
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

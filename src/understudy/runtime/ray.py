@@ -65,9 +65,9 @@ class Remote:
         if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
             return error.cause
         if isinstance(error, RayActorError):
-            brief = " ".join(str(error).split())[:300]
-            coming_back = isinstance(error, ActorUnavailableError) or "RESTARTING" in brief.upper()
-            return ReplicaGone(f"{self.name} is gone: {brief}", for_good=not coming_back)
+            back = isinstance(error, ActorUnavailableError)
+            state = "is being started again" if back else "died and will not be started again"
+            return ReplicaGone(f"{self.name} {state}: {' '.join(str(error).split())[:300]}", for_good=not back)
         return error
 
 

@@ -1,0 +1,128 @@
+"""A run on a real Ray cluster of this machine, against the same run in one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import tiny
+import understudy
+from understudy.cli import main
+from understudy.record import RunDirectory
+from understudy.record.timeline import overlaps
+
+ON_RAY = {
+    "runtime": "ray",
+    "threads": 1,
+    "pools": {"main": {"replicas": 2}, "learner": {"replicas": 2}},
+}
+
+
+def both(root: Path, **sections: Any) -> tuple[Path, Path]:
+    """The same recipe embedded and on Ray."""
+    common = {"steps": 5, "threads": 1, "record": {"rollouts": "all"}, "rollout": {"samples": 2, "max_tokens": 12}}
+    common |= sections
+    on_ray = {key: value for key, value in ON_RAY.items() if key not in sections}
+    here = understudy.train(tiny.config(root, name="here", **{k: v for k, v in common.items() if k != "pools"}))
+    return here, understudy.train(tiny.config(root, name="there", **(on_ray | common)))
+
+
+def tokens(run: Path) -> list[tuple[int, ...]]:
+    directory = RunDirectory.open(run)
+    return [row.ids for step in range(1, 6) for row in directory.load_rollouts(step)]
+
+
+def gap(here: Path, there: Path, name: str) -> float:
+    """Largest difference of a metric, relative to its size."""
+    pairs = zip(tiny.lines(here / "metrics.jsonl"), tiny.lines(there / "metrics.jsonl"), strict=True)
+    return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs)
+
+
+def ours() -> set[int]:
+    """Processes that this one started, and theirs."""
+    return {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    before = ours()
+    found = both(tmp_path_factory.mktemp("ray"), optimizer={"name": "sgd", "lr": 0.5})
+    assert ours() <= before, "the cluster and all its processes end with the run"
+    return found
+
+
+def test_the_same_tokens_and_losses_as_in_one_process(runs: tuple[Path, Path]) -> None:
+    here, there = runs
+    assert tokens(here) == tokens(there)
+    assert len(tokens(here)) == 5 * 3 * 2
+    assert max(gap(here, there, name) for name in ("loss", "kl", "entropy", "grad_norm", "sampler_gap_max")) > 0
+    assert max(gap(here, there, name) for name in ("loss", "kl", "entropy")) < 1e-5
+    for name in ("kl", "kl_fixed", "top1_agreement"):
+        before, after = (tiny.lines(run / "validation.jsonl")[-1][name] for run in runs)
+        assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_every_step_is_written_with_its_own_version(runs: tuple[Path, Path]) -> None:
+    directory = RunDirectory.open(runs[1])
+    for step in range(1, 6):
+        assert {version for row in directory.load_rollouts(step) for version in row.version} == {step - 1}
+
+
+def test_teachers_are_resident_and_score_while_other_episodes_are_written(runs: tuple[Path, Path]) -> None:
+    directory = RunDirectory.open(runs[1])
+    summary = directory.load_summary()
+    teachers = {name: found for name, found in summary["processes"].items() if name.startswith("teacher")}
+    assert list(teachers) == ["teacher 'main', replica 0", "teacher 'main', replica 1"] or len(teachers) == 2
+    assert all(len(found) == 1 for found in teachers.values()), "each was started once, and is the same at the end"
+    assert summary["restarts"] == {}
+    assert sum(summary["retries"].values()) == 0
+    assert sum(overlaps(directory.load_timeline(step)) for step in range(1, 6)) > 0
+    assert all(counts["score_batches"] > 0 for counts in summary["teachers"]["main"]), "both replicas are used"
+
+
+def test_a_sharded_checkpoint_is_exported_and_resumed_in_one_process(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    here, there = runs
+    files = sorted(path.name for path in (there / "checkpoints" / "step-000005").iterdir())
+    assert "model-00001-of-00002.safetensors" in files
+    out = tmp_path / "exported"
+    assert main(["export", str(there), "--out", str(out)]) == 0
+    assert (out / "config.json").is_file()
+    text = (there / "config.yaml").read_text().replace("runtime: ray", "runtime: inline")
+    (there / "config.yaml").write_text(text)
+    understudy.resume(there, steps=6)
+    understudy.resume(here, steps=6)
+    assert tiny.lines(there / "metrics.jsonl")[-1]["loss"] == pytest.approx(
+        tiny.lines(here / "metrics.jsonl")[-1]["loss"], rel=1e-4
+    )
+
+
+def test_two_teachers_routed_by_a_column(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "second", seed=2)
+    rows = [{"prompt": p, "judge": ("main", "other")[n % 2]} for n, p in enumerate(tiny.PROMPTS)]
+    prompts = tiny.write_prompts(tmp_path / "routed.jsonl", rows)
+    here, there = both(
+        tmp_path,
+        teachers={"other": {"path": str(tmp_path / "second"), "dtype": "float32"}},
+        data={"train": str(prompts), "validation": str(prompts), "teacher_column": "judge"},
+        pools={"learner": {"replicas": 2}},
+    )
+    assert tokens(here) == tokens(there)
+    assert max(gap(here, there, name) for name in ("loss", "kl")) < 1e-3  # AdamW
+    asked = RunDirectory.open(there).load_summary()["teachers"]
+    assert all(counts[0]["score_tokens"] > 0 for counts in asked.values())
+    assert {row.teacher for row in RunDirectory.open(there).load_rollouts(1)} == {"main", "other"}
+
+
+def test_a_placement_that_cannot_be_satisfied_is_refused_with_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny.recipe(tmp_path, **ON_RAY, ray={"cpus": 5})
+    assert main(["train", str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert "CPUs: 6 asked, 2 available" in said
+    assert "pool learner: 2 CPUs (2 × 1 CPU)" in said
+    assert not (tmp_path / "runs" / "run").exists()

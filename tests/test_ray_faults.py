@@ -1,0 +1,209 @@
+"""Parts of a run on Ray are killed while they work; each had a request in flight when it died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import tiny
+import understudy
+from understudy.checkpoint import CheckpointStore
+from understudy.distributed import Distributed
+from understudy.errors import UserError
+from understudy.record import RunDirectory
+from understudy.runtime.ray import Remote
+
+PATIENCE = 240.0
+"""Seconds before a test gives up waiting for something to kill."""
+LOOP = """
+from dataclasses import replace
+from understudy.agent_loop.contract import register
+
+
+@register("long")
+class Long:
+    async def run(self, prompt, context):
+        tokens = context.render(prompt)
+        length = 400 if prompt.uid % 2 else 8
+        answer = await context.generate(tokens, replace(context.sampling, min_tokens=length, max_tokens=length))
+        return context.episode(prompt, [context.trajectory(tokens, answer)])
+"""
+
+
+def settings(root: Path, **sections: Any) -> dict[str, Any]:
+    """A run whose requests take a while."""
+    plugin = root / "long.py"
+    plugin.write_text(LOOP)
+    base = {
+        "runtime": "ray",
+        "threads": 1,
+        "plugins": [str(plugin)],
+        "prompts_per_step": 4,
+        "rollout": {"agent_loop": "long", "samples": 2, "max_tokens": 400},
+        "data": {"validation": None},
+        "checkpoint": {"every": 1, "keep": 3},
+        "record": {"rollouts": "all"},
+        "ray": {"request_deadline": 60.0, "restarts": 2},
+    }
+    return tiny.settings(root, **(base | sections))
+
+
+class Assassin(threading.Thread):
+    """Kills parts of a run from beside it, in turn, each when it has something to do."""
+
+    def __init__(self, *plots: Callable[[Distributed, RunDirectory], bool]) -> None:
+        super().__init__(daemon=True)
+        self.plots = list(plots)
+        self.done: list[str] = []
+        self.found: Distributed | None = None
+        self.directory: RunDirectory | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            ends = time.monotonic() + PATIENCE
+            for plot in self.plots:
+                while self.found is None or self.directory is None or not plot(self.found, self.directory):
+                    if time.monotonic() > ends:
+                        raise TimeoutError(f"{plot.__name__}: nothing to kill")
+                    time.sleep(0.01)
+                self.done.append(plot.__name__)
+        except BaseException as error:
+            self.error = error
+
+
+@pytest.fixture
+def hire(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Assassin], None]:
+    """Lets an assassin into the next run."""
+    ready = Distributed._ready
+
+    def let_in(run: Path, assassin: Assassin) -> None:
+        async def watched(self: Distributed) -> None:
+            await ready(self)
+            assassin.found, assassin.directory = self, RunDirectory(run)
+
+        monkeypatch.setattr(Distributed, "_ready", watched)
+        assassin.start()
+
+    return let_in
+
+
+def steps_of(directory: RunDirectory) -> int:
+    return len(directory.load_metrics())
+
+
+def kill(remote: Remote, question: str) -> bool:
+    """SIGKILL, if it has something in flight."""
+    if remote.ask(question) < 1:
+        return False
+    os.kill(remote.ask("pid"), signal.SIGKILL)
+    return True
+
+
+def teacher(run: Distributed, directory: RunDirectory) -> bool:
+    return steps_of(directory) >= 1 and kill(run.engines.teachers["main"][0], "in_flight")
+
+
+def student(run: Distributed, directory: RunDirectory) -> bool:
+    return steps_of(directory) >= 2 and kill(run.engines.student[0], "in_flight")
+
+
+def worker(run: Distributed, directory: RunDirectory) -> bool:
+    return steps_of(directory) >= 3 and kill(run.workers[0], "running")
+
+
+def rank(run: Distributed, directory: RunDirectory) -> bool:
+    return steps_of(directory) >= 2 and kill(run.ranks[1], "busy")
+
+
+def every_teacher(run: Distributed, directory: RunDirectory) -> bool:
+    replicas = run.engines.teachers["main"]
+    if steps_of(directory) < 2 or not kill(replicas[0], "in_flight"):
+        return False
+    for replica in replicas[1:]:
+        os.kill(replica.ask("pid"), signal.SIGKILL)
+    return True
+
+
+def test_a_run_survives_the_loss_of_a_teacher_a_student_and_a_worker(
+    tmp_path: Path, hire: Callable[[Path, Assassin], None]
+) -> None:
+    """Every trajectory has its teacher's columns once, and what is learned is what an undisturbed run learns."""
+    pools = {"main": {"replicas": 2}, "student": {"replicas": 2}, "rewards": {"replicas": 2}}
+    chosen = {"steps": 6, "optimizer": {"name": "sgd", "lr": 0.5}}
+    assassin = Assassin(teacher, student, worker)
+    hire(tmp_path / "runs" / "killed", assassin)
+    config = understudy.Config.model_validate(settings(tmp_path, name="killed", pools=pools, **chosen))
+    run = understudy.train(config)
+    assert assassin.error is None
+    assert assassin.done == ["teacher", "student", "worker"]
+    plain = settings(tmp_path, name="plain", **chosen) | {"runtime": "inline"}
+    calm = understudy.train(understudy.Config.model_validate(plain))
+    summary = RunDirectory.open(run).load_summary()
+    assert summary["failed_groups"] == []
+    assert summary["restarts"]["teacher 'main', replica 0"] == 1
+    assert summary["restarts"]["student, replica 0"] == 1
+    assert summary["reissued_prompts"] > 0
+    here, there = (tiny.lines(path / "metrics.jsonl") for path in (calm, run))
+    assert [step["step"] for step in there] == [1, 2, 3, 4, 5, 6]
+    assert [step["trajectories"] for step in there] == [8.0] * 6
+    for calm_step, step in zip(here, there, strict=True):
+        assert step["loss"] == pytest.approx(calm_step["loss"], rel=1e-4)
+    rollouts = [
+        [(row.key[:3], row.ids) for step in range(1, 7) for row in RunDirectory.open(path).load_rollouts(step)]
+        for path in (calm, run)
+    ]
+    assert rollouts[0] == rollouts[1]
+
+
+def test_a_learner_rank_dies_then_the_driver_then_every_teacher(
+    tmp_path: Path, hire: Callable[[Path, Assassin], None]
+) -> None:
+    """One run, three deaths, resumed in between; its record has every step exactly once."""
+    pools = {"main": {"replicas": 2}, "learner": {"replicas": 2}}
+    chosen = settings(tmp_path, name="run", steps=30, pools=pools)
+    chosen["ray"]["restarts"] = 0
+    path = tmp_path / "runs" / "run"
+    assassin = Assassin(rank)
+    hire(path, assassin)
+    with pytest.raises(UserError, match=r"rank 1 of the learner died .*\n.*understudy resume") as raised:
+        understudy.train(understudy.Config.model_validate(chosen))
+    assert assassin.error is None
+    first = CheckpointStore(path / "checkpoints", 3).steps()[-1]
+    assert first >= 2, raised.value
+
+    driver = subprocess.Popen([sys.executable, "-m", "understudy", "resume", str(path)], start_new_session=True)
+    ends = time.monotonic() + PATIENCE
+    while steps_of(RunDirectory.open(path)) < first + 2:
+        assert driver.poll() is None
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    assert len(family) > 6
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert [process.cmdline() for process in alive] == []
+    assert CheckpointStore(path / "checkpoints", 3).steps()[-1] >= first + 1
+
+    last = Assassin(every_teacher)
+    hire(path, last)
+    started = time.monotonic()
+    with pytest.raises(UserError, match="teacher 'main'"):
+        understudy.resume(path)
+    assert last.error is None
+    assert time.monotonic() - started < PATIENCE
+    saved = CheckpointStore(path / "checkpoints", 3).steps()[-1]
+    done = [row["step"] for row in tiny.lines(path / "metrics.jsonl")]
+    assert done == list(range(1, len(done) + 1))
+    assert saved == len(done) < 30
