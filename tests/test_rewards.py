@@ -650,7 +650,7 @@ def test_all_mistakes_are_reported_together_before_any_answer(plugin: str, tmp_p
         ["plugins: ", "raises.py could not be loaded, it raised NameError", "(raises.py, line 3)"],
         ["plugins: ", "broken.py is not valid Python", "line 1"],
         ["plugins: ", "again.py could not be loaded", "'numeric' is registered already"],
-        ["rewards.typo.function: there is no reward 'numeirc'; did you mean 'numeric'?", "act, exact_match"],
+        ["rewards.typo.function: there is no reward 'numeirc'; did you mean 'numeric'?", "act, classifier"],
         ["rewards.extra.options: ", "'ignorecase'; did you mean 'ignore_case'? It takes strip, ignore_case"],
         ["rewards.lacks.options: ", "missing a required argument: 'patterns'"],
         ["rewards.regex.options: ", "'(' is not a regular expression", "'[' is not a regular expression"],

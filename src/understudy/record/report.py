@@ -30,6 +30,7 @@ from understudy.record.measures import (
     verdict,
 )
 from understudy.record.run_directory import Measured, RunDirectory
+from understudy.record.timeline import lanes_chart, overlaps
 
 _MAIN = (
     "reward",
@@ -66,6 +67,7 @@ def _page(run: RunDirectory) -> str:
             "<main>",
             _headline(*_before_after(validations, summary)),
             _curves(metrics, validations),
+            _timeline(run, metrics),
             answers_section(run, validations),
             _settings(run, summary),
             "<footer>Written by understudy. This page needs nothing else: mail it or archive it as it is.</footer>",
@@ -181,6 +183,18 @@ def _phase_figure(metrics: Sequence[Measured], names: Sequence[str]) -> str:
         series.append(Series("other", rest, colour=COLOURS - 1))
     chart = stacked_chart("Seconds by phase and step", series)
     return _framed("Time per step", "seconds", series, chart, css="wide")
+
+
+def _timeline(run: RunDirectory, metrics: Sequence[Measured]) -> str:
+    """The engines' requests in the last step that has them: teachers score while others still write."""
+    for one in reversed(metrics):
+        if intervals := run.load_timeline(one.step):
+            kinds = [Series("generate", (), colour=0), Series("score", (), colour=1)]
+            at_once = f"{overlaps(intervals)} scores while other episodes were written"
+            chart = lanes_chart(f"Requests of step {one.step}", intervals)
+            framed = _framed(f"Requests of step {one.step}", at_once, kinds, chart, css="wide")
+            return f'<h2>Timeline</h2><div class="charts">{framed}</div>'
+    return ""
 
 
 def _points(measured: Sequence[Measured], name: str) -> list[tuple[int, float]]:

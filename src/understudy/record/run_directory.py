@@ -34,7 +34,7 @@ from understudy.record.files import (
     write_atomic,
     write_lines,
 )
-from understudy.record.timeline import Interval
+from understudy.record.timeline import INTERVAL, Interval
 
 _RESERVED = ("step", "nonfinite")
 _TRACES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "summary.json")
@@ -175,12 +175,13 @@ class RunDirectory:
     def log_timeline(self, step: int, intervals: Sequence[Interval]) -> None:
         """When engines served the requests of a step."""
         if intervals:
-            write_lines(self.path / "timeline" / f"step-{step:06d}.jsonl", [asdict(interval) for interval in intervals])
+            rows = [{"step": step, **asdict(interval)} for interval in intervals]
+            write_lines(self.path / "timeline" / f"step-{step:06d}.jsonl", rows)
 
     def load_timeline(self, step: int) -> list[Interval]:
         """[] if it was not kept."""
         path = self.path / "timeline" / f"step-{step:06d}.jsonl"
-        return [Interval(**row) for row in read_lines(path)] if path.exists() else []
+        return [Interval(**{name: row[name] for name in INTERVAL}) for row in read_lines(path)]
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """The outcome of the run: plain values, at most nested."""
