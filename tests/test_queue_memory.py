@@ -16,9 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.register_assert_rewrite("queue_contract")
+pytest.register_assert_rewrite("queue_contract", "queue_objects")
 
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
+from queue_objects import ObjectContract  # noqa: E402
 from understudy.data.trajectory import COLUMNS, Column, Key  # noqa: E402
 from understudy.queue import (  # noqa: E402
     MemoryQueue,
@@ -38,7 +39,7 @@ def check_update(at: Key, columns: Mapping[str, Any], lengths: schema.Lengths) -
     return schema.check_update(at, schema.describe(columns), lengths)
 
 
-class TestMemoryQueue(QueueContract):
+class TestMemoryQueue(QueueContract, ObjectContract):
     def make(self) -> SampleQueue:
         return MemoryQueue()
 

@@ -6,8 +6,12 @@ import asyncio
 import itertools
 import os
 import pickle
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +21,14 @@ from hypothesis import strategies as st
 
 ray = pytest.importorskip("ray")
 tq = pytest.importorskip("transfer_queue")
-pytest.register_assert_rewrite("queue_contract")
+pytest.register_assert_rewrite("queue_contract", "queue_objects")
 
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
-from understudy.data.trajectory import Key  # noqa: E402
+from queue_objects import ObjectContract  # noqa: E402
 from understudy.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
-from understudy.queue.clerk import Answer, Clerk, Reply, Request  # noqa: E402
-from understudy.queue.schema import describe  # noqa: E402
+from understudy.queue.clerk import Clerk, Reply  # noqa: E402
 from understudy.queue.transfer_queue import TransferSampleQueue, start  # noqa: E402
-from understudy.queue.transfer_store import from_batch_meta, storage_key, to_batch_meta, to_kv_meta  # noqa: E402
+from understudy.queue.transfer_store import from_batch_meta, to_batch_meta, to_kv_meta  # noqa: E402
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 """A call takes milliseconds here; the plans are the same as for the other back ends."""
@@ -37,12 +40,18 @@ class FreshClerk(Clerk):
     """Can start over, which is quicker than a new actor for each test."""
 
     async def reset(self) -> Reply:
-        known = [*self._ledger.rows(), *self._held, *self._garbage]
+        known = [(key, 0) for key in (*self._ledger.rows(), *self._held)]
+        known += [(key, place) for key, places in self._places.items() for place in places.values()]
+        known += [*self._garbage, *self._lost]
         for lease in self._leases.values():
             lease.timer.cancel()
         self.__init__()  # type: ignore[misc]
         self._garbage = dict.fromkeys(known)
         return self._reply(self._lease(), [])
+
+    async def hasten(self, seconds: float) -> None:
+        """Leases from now on are that short."""
+        self._seconds = seconds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,8 +73,7 @@ def make() -> TransferSampleQueue:
     queue = _queues[next(_next) % len(_queues)]
     reply = ray.get(queue._clerk.reset.remote())
     if reply.lease:
-        tq.kv_clear([storage_key(row) for row in reply.clear if row.partition == "train"] or ["none"], "train")
-        tq.kv_clear([storage_key(row) for row in reply.clear if row.partition != "train"] or ["none"], "validation")
+        transfer_store.erase(reply.clear)
         ray.get(queue._clerk.settle.remote(reply.lease, True))
     return queue
 
@@ -80,7 +88,7 @@ def stored() -> list[str]:
     return sorted(name for rows in tq.kv_list().values() for name in rows)
 
 
-class TestTransferQueue(QueueContract):
+class TestTransferQueue(QueueContract, ObjectContract):
     def make(self) -> SampleQueue:
         return make()
 
@@ -172,12 +180,148 @@ def test_a_write_that_fails_never_happened(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(transfer_store, "put", broken)
         with pytest.raises(OSError, match="storage unit has died"):
             await queue.put(key(0), make_row())
-        assert stored() == []
+        assert stored() == ["0/0/0/0"], "it may still be under way, so nobody touches it"
         monkeypatch.setattr(transfer_store, "put", plain)
-        await queue.put(key(0), make_row())
+        await queue.put(key(0), make_row(mark=1))
         with pytest.raises(ValueError, match="was put before"):
             await queue.put(key(0), make_row(mark=9))
+        await queue.update(key(0), teacher())
+        await queue.seal(key(0).episode, 1)
+        ref = await queue.take("train", NEEDS, 1)
+        assert (await queue.get(ref, NEEDS)).columns["tokens"].values.tolist() == [1] * 4
+        await queue.clear(ref)
         assert stored() == ["0/0/0/0"]
+        assert (queue.counts["lost_leases"], queue.counts["lost_rows"]) == (1, 1)
+
+    run(test())
+
+
+class Victim:
+    """A process that writes, and in the middle of it sends itself a signal."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def update(self, queue: TransferSampleQueue, fate: int, before: bool) -> str:
+        plain = transfer_store.put
+
+        def put(*args: Any) -> None:
+            if before:
+                os.kill(os.getpid(), fate)
+            plain(*args)
+            if not before:
+                os.kill(os.getpid(), fate)
+
+        transfer_store.put = put
+        try:
+            await queue.update(key(0), {"teacher_logp": torch.full((2,), 66.0), "reward": torch.tensor(66.0)})
+        except TimeoutError as error:
+            return str(error)
+        return "entered"
+
+
+async def overtaken(queue: TransferSampleQueue, fate: int, before: bool) -> tuple[int, Any]:
+    """A row to which a victim began to add columns, and to which this process then adds them. The victim's process and
+    what becomes of its call."""
+    await queue._clerk.hasten.remote(1.0)
+    await queue.open(group(0), 1)
+    await queue.put(key(0), make_row(mark=3))
+    await queue.seal(key(0).episode, 1)
+    victim = ray.remote(num_cpus=0)(Victim).remote()
+    pid = await victim.pid.remote()
+    outcome = victim.update.remote(queue, fate, before)
+    while not signalled(pid):
+        await asyncio.sleep(0.01)
+    assert await queue.update(key(0), teacher())
+    assert queue.counts["lost_leases"] == 1
+    return pid, outcome
+
+
+def signalled(pid: int) -> bool:
+    """The process is stopped, or there is none."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "TZX"
+
+
+def test_a_stopped_writer_that_goes_on_harms_nothing() -> None:
+    """Its data arrives after another writer's was entered, and after its row was taken and cleared."""
+
+    async def test() -> None:
+        queue = alone()
+        victim, outcome = await overtaken(queue, signal.SIGSTOP, before=True)
+        ref = await queue.take("train", NEEDS, 1)
+        await fill(queue, 1, mark=1)
+        os.kill(victim, signal.SIGCONT)
+        assert "heard nothing for 1 s from this process, which wrote 1 rows: none was entered" in await outcome
+        batch = await queue.get(ref, (*NEEDS, "version"))
+        assert batch.columns["teacher_logp"].values.tolist() == [-1, -1], "not what came late"
+        assert batch.columns["tokens"].values.tolist() == [3] * 4
+        await queue.clear(ref)
+        other = await queue.take("train", NEEDS, 1)
+        assert (await queue.get(other, NEEDS)).columns["teacher_logp"].values.tolist() == [-1, -1]
+        await queue.clear(other)
+        assert stored() == [], "the victim has reported, so its place was cleared too"
+
+    run(test())
+
+
+def test_a_writer_killed_between_storing_and_settling() -> None:
+    async def test() -> None:
+        queue = alone()
+        await overtaken(queue, signal.SIGKILL, before=False)
+        snapshot = await queue.snapshot()
+        ref = await queue.take("train", NEEDS, 1)
+        batch = await queue.get(ref, (*NEEDS, "reward"))
+        assert batch.columns["teacher_logp"].values.tolist() == [-1, -1]
+        assert "reward" not in batch.rows, "it was stored, but never entered"
+        assert await queue.update(key(0), {"reward": torch.tensor(5.0)})
+        assert (await queue.get(ref, ["reward"])).rows["reward"].tolist() == [5]
+        await queue.clear(ref)
+        assert stored() == ["0/0/0/0"], "left to the dead"
+        assert (queue.counts["lost_leases"], queue.counts["lost_rows"]) == (1, 1)
+        await queue.open(group(0), 1)
+        await queue.put(key(0), make_row(mark=4))
+        assert snapshot["groups"][0]["rows"][0]["columns"]["teacher_logp"].tolist() == [-1, -1]
+
+    run(test())
+
+
+@pytest.mark.parametrize(("window", "expected"), [(0.0, [1, 1]), (0.5, [2])])
+def test_writes_within_the_window_go_out_together(
+    monkeypatch: pytest.MonkeyPatch, window: float, expected: list[int]
+) -> None:
+    async def test() -> None:
+        queue = TransferSampleQueue(alone()._clerk, window)
+        await asyncio.gather(queue.open(group(0), 1), queue.open(group(1), 1))
+        puts: list[int] = []
+        plain = transfer_store.put
+        monkeypatch.setattr(transfer_store, "put", lambda keys, *rest: puts.append(len(keys)) or plain(keys, *rest))
+
+        async def later() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await queue.put(key(1), make_row())
+
+        await asyncio.gather(queue.put(key(0), make_row()), later())
+        assert puts == expected
+
+    run(test())
+
+
+def test_a_large_batch_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        queue = alone()
+        monkeypatch.setattr("understudy.queue.transfer_queue._PART", 1000)
+        rows = [make_row(mark=uid, length=60, actions=0) for uid in range(10)]
+        puts: list[int] = []
+        plain = transfer_store.put
+        monkeypatch.setattr(transfer_store, "put", lambda keys, *rest: puts.append(len(keys)) or plain(keys, *rest))
+        await asyncio.gather(*(queue.open(group(uid), 1) for uid in range(10)))
+        calls = [queue.put(key(uid), row) for uid, row in enumerate(rows)]
+        await asyncio.gather(*calls, *(queue.seal(key(uid).episode, 1) for uid in range(10)))
+        assert puts == [2] * 5
+        batch = await queue.get(await queue.take("train", [], 10), ["tokens"])
+        assert batch.columns["tokens"].values.tolist() == [uid for uid in range(10) for _ in range(60)]
 
     run(test())
 
@@ -272,56 +416,17 @@ def test_what_cannot_start_is_refused() -> None:
         start(window=1)
 
 
-async def begin(clerk: Clerk, requests: list[Request]) -> Reply:
-    return await clerk.begin(pickle.dumps(requests))
+def test_a_start_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    going = threading.Event()
+    monkeypatch.setattr(transfer_store, "_is_running", lambda: False)
+    monkeypatch.setattr(tq, "init", lambda *_: going.wait())
+    with pytest.raises(TimeoutError, match=r"2 storage units has not started within 0\.1 s; 5 of 8 CPUs are free"):
+        start(deadline=0.1)
+    going.set()
 
 
-def put_request(row: dict[str, torch.Tensor], at: Key) -> Request:
-    return Request("put", at, describe(row))
-
-
-def test_a_writer_that_dies_leaves_nothing_behind() -> None:
-    async def test() -> None:
-        clerk = Clerk()
-        await begin(clerk, [Request("open", group(0), 1)])
-        dead = await begin(clerk, [put_request(make_row(), key(0))])
-        assert dead.answers == [Answer(write=())]
-        other = await begin(clerk, [put_request(make_row(), key(0))])
-        assert other.answers == [Answer(busy=key(0))]
-        assert other.lease == 0
-        free = asyncio.create_task(clerk.free(key(0)))
-        await asyncio.sleep(0)
-        assert not free.done()
-        clerk._expire(dead.lease)
-        await free
-        late = await clerk.settle(dead.lease, True)
-        assert late.answers == [], "too late: nothing is entered"
-        assert late.clear == [key(0)], "whoever calls next clears what it may have stored"
-        assert late.counts["expired_leases"] == 1
-        assert (await begin(clerk, [put_request(make_row(), key(0))])).answers == [Answer(busy=key(0))]
-        clerk._expire(late.lease)
-        again = await clerk.settle(-1, True)
-        assert again.clear == [key(0)], "one that dies while clearing, too"
-        await clerk.settle(again.lease, True)
-        alive = await begin(clerk, [put_request(make_row(), key(0))])
-        assert (await clerk.settle(alive.lease, True)).answers == [Answer()]
-
-    run(test())
-
-
-def test_one_writer_at_a_time_for_the_same_columns() -> None:
-    async def test() -> None:
-        clerk = Clerk()
-        scores = Request("update", key(0), describe(teacher()))
-        await begin(clerk, [Request("open", group(0), 1)])
-        await clerk.settle((await begin(clerk, [put_request(make_row(), key(0))])).lease, True)
-        first = await begin(clerk, [scores])
-        assert first.answers == [Answer(write=("teacher_logp",))]
-        assert (await begin(clerk, [scores])).answers == [Answer(busy=key(0))]
-        failing = await begin(clerk, [Request("fail", group(0), "why")])
-        assert failing.clear == [], "the row is being written: its writer clears it"
-        done = await clerk.settle(first.lease, True)
-        assert done.answers == [Answer(False)], "the row was dropped meanwhile"
-        assert done.clear == [key(0)]
-
-    run(test())
+@pytest.mark.parametrize("package", ["ray", "transfer_queue"])
+def test_a_missing_package_is_named_with_its_extra(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import understudy.queue.transfer_queue"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert f"ImportError: the TransferQueue back end needs {package}: pip install 'understudy[ray]'" in ran.stderr

@@ -111,7 +111,7 @@ def test_a_sharded_checkpoint_is_exported_and_resumed_in_one_process(runs: tuple
     files = sorted(path.name for path in (there / "checkpoints" / "step-000005").iterdir())
     assert "model-00001-of-00002.safetensors" in files
     out = tmp_path / "exported"
-    assert main(["export", str(there), "--out", str(out)]) == 0
+    assert main(["export", str(there), str(out)]) == 0
     assert (out / "config.json").is_file()
     text = (there / "config.yaml").read_text().replace("runtime: ray", "runtime: inline")
     (there / "config.yaml").write_text(text)

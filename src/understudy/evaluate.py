@@ -110,8 +110,7 @@ class Evaluator:
         """The student answers every held-out prompt with seeds that depend on the prompt alone."""
         parts, total = self.parts, len(self.prompts)
         prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
-        for prompt in prompts:
-            await parts.queue.open(GroupKey("validation", prompt.uid), 1)
+        await asyncio.gather(*(parts.queue.open(GroupKey("validation", prompt.uid), 1) for prompt in prompts))
         order = Order("validation", 1, parts.sampling(self.settings), FULL, parts.config.seed)
         done = 0
         async for outcome in parts.rollout.run(order, prompts):
@@ -132,9 +131,9 @@ class Evaluator:
             rows = self._read() or await self._write()
             await self.parts.backstage.forget_prefixes()  # written or read, the text is scored alike
             scorer = EpisodeScorer(self.parts.queue, (partial(self.parts.teachers.score, want=FULL),))
+            await asyncio.gather(*(self.parts.queue.open(GroupKey("fixed", n), 1) for n in range(len(rows))))
             async with scoring_tasks() as tasks:
                 for number, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True)):
-                    await self.parts.queue.open(GroupKey("fixed", number), 1)
                     tasks.create_task(scorer(Episode(EpisodeKey("fixed", number, 0), prompt, (row,)), step=-1))
             ref = await self.parts.queue.take("fixed", (*BASE, *TEACHER), len(rows))
             if ref.failed:

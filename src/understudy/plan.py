@@ -256,7 +256,7 @@ def _travelling(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes 
     widths = [None if size is None else size.width for key, size in sizes.items() if key != "student"]
     width = max((each for each in widths if each is not None), default=None) if None not in widths else None
     for name, column in COLUMNS.items():
-        if name in present or not column.optional:
+        if column.dtype is not None and (name in present or not column.optional):
             wide = width if name == "teacher_hidden" else algorithm.top_k or None
             dims = [wide if dim is None else dim for dim in column.trailing]
             producer = "reference" if name == "reference_logp" else column.producer

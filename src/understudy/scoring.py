@@ -44,16 +44,9 @@ class EpisodeScorer:
 
     async def __call__(self, episode: Episode, step: int) -> None:
         keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
-        for key, trajectory in zip(keys, episode.trajectories, strict=True):
-            tags: dict[str, int | float | str] = {
-                "step": step,
-                "finish": trajectory.finish,
-                "tokens": len(trajectory.tokens),
-                "actions": len(trajectory.behaviour_logp),
-            }
-            await self.queue.put(key, trajectory.columns(), tags)
-        await self.queue.seal(episode.key, len(keys))
         rows = list(zip(keys, episode.trajectories, strict=True))
+        puts = (self.queue.put(key, row.columns(), _tags(row, step)) for key, row in rows)
+        await asyncio.gather(*puts, self.queue.seal(episode.key, len(keys)))
         work = [self._judge(judge, key, episode.prompt, row) for key, row in rows for judge in self.judges]
         work += [self._judge_episode(judge, episode, keys) for judge in self.episode_judges]
         for outcome in await asyncio.gather(*work, return_exceptions=True):
@@ -69,3 +62,13 @@ class EpisodeScorer:
         columns = await judge(episode)
         for key in keys:
             await self.queue.update(key, columns)
+
+
+def _tags(trajectory: Trajectory, step: int) -> dict[str, int | float | str]:
+    """What may be known of a row without its data."""
+    return {
+        "step": step,
+        "finish": trajectory.finish,
+        "tokens": len(trajectory.tokens),
+        "actions": len(trajectory.behaviour_logp),
+    }

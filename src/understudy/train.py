@@ -158,8 +158,8 @@ async def _rollout(run: Run, step: int) -> tuple[BatchRef, list[Prompt], Episode
 async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTimes) -> BatchRef:
     """Generate the episodes of these prompts; score each as soon as it ends; wait for complete groups."""
     parts = run.parts
-    for prompt in prompts:
-        await parts.queue.open(GroupKey("train", prompt.uid), parts.config.rollout.samples)
+    groups = (parts.queue.open(GroupKey("train", prompt.uid), parts.config.rollout.samples) for prompt in prompts)
+    await asyncio.gather(*groups)
     async for outcome in parts.rollout.run(parts.training_order(step, run.version), prompts):
         if isinstance(outcome, EpisodeDone):
             times.add(outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -68,7 +68,7 @@ class Signal:
 
     def added_to(self, batch: Batch) -> Batch:
         """The batch with these columns."""
-        return Batch(batch.keys, {**batch.columns, **self.columns}, {**batch.rows, **self.rows})
+        return replace(batch, columns={**batch.columns, **self.columns}, rows={**batch.rows, **self.rows})
 
 
 @dataclass(frozen=True, slots=True)

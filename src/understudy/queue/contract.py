@@ -19,8 +19,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from understudy.data.trajectory import Batch, EpisodeKey, GroupKey, Key
 
 Tags = Mapping[str, int | float | str]
@@ -100,12 +98,13 @@ class SampleQueue(Protocol):
         again (validation runs the same prompts each time), provided that nothing of its earlier run is still under
         way."""
 
-    async def put(self, key: Key, columns: Mapping[str, Tensor], tags: Tags | None = None) -> None:
-        """Store a trajectory, before or after its episode is sealed. A later attempt of the same episode (the first
-        `put` or `seal` of it) supersedes the earlier one, whose rows are dropped. SchemaError if it does not fit,
-        ValueError if it was put before or the episode or group has no such trajectory; nothing is stored then."""
+    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None) -> None:
+        """Store a trajectory, before or after its episode is sealed: tensors, and values that JSON can hold in columns
+        declared without a dtype. A later attempt of the same episode (the first `put` or `seal` of it) supersedes the
+        earlier one, whose rows are dropped. SchemaError if it does not fit, ValueError if it was put before or the
+        episode or group has no such trajectory; nothing is stored then."""
 
-    async def update(self, key: Key, columns: Mapping[str, Tensor]) -> bool:
+    async def update(self, key: Key, columns: Mapping[str, Any]) -> bool:
         """Add columns, also to a row that was taken and not yet cleared. Idempotent by key: columns already there are
         left as they are, the others are added, and False is returned. KeyError for a row that was never put; False
         for one that was superseded, failed or cleared. SchemaError as in `put`; nothing is added then."""

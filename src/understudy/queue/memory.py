@@ -1,10 +1,12 @@
 """The sample queue within one process, on one asyncio loop: the ledger, and the tensors it speaks of.
 
-Rows are kept as they were given: tensors by reference, detached, neither copied nor padded.
+Rows are kept as they were given: tensors by reference, detached, neither copied nor padded. Values of columns without
+a dtype are copied through JSON, so that they come back as they would from another process.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +24,7 @@ class MemoryQueue:
 
     def __init__(self) -> None:
         self._ledger = Ledger()
-        self._data: dict[Key, dict[str, Tensor]] = {}
+        self._data: dict[Key, dict[str, Any]] = {}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -32,16 +34,16 @@ class MemoryQueue:
     async def open(self, group: GroupKey, samples: int) -> None:
         self._ledger.open(group, samples)
 
-    async def put(self, key: Key, columns: Mapping[str, Tensor], tags: Tags | None = None) -> None:
+    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None) -> None:
         if self._ledger.put(key, describe(columns), tags):
-            self._data[key] = {name: value.detach() for name, value in columns.items()}
+            self._data[key] = {name: _kept(value) for name, value in columns.items()}
         self._forget()
 
-    async def update(self, key: Key, columns: Mapping[str, Tensor]) -> bool:
+    async def update(self, key: Key, columns: Mapping[str, Any]) -> bool:
         added = self._ledger.update(key, describe(columns))
         if key in self._data:
             row = self._data[key]
-            row.update({name: value.detach() for name, value in columns.items() if name not in row})
+            row.update({name: _kept(value) for name, value in columns.items() if name not in row})
         return added
 
     async def seal(self, episode: EpisodeKey, count: int) -> None:
@@ -87,8 +89,12 @@ class MemoryQueue:
     async def restore(self, snapshot: Mapping[str, Any]) -> None:
         rows = {Key(*row["key"]): row["columns"] for row in saved_rows(snapshot)}
         self._ledger.restore(snapshot, {key: describe(columns) for key, columns in rows.items()})
-        self._data = {key: {name: value.detach() for name, value in row.items()} for key, row in rows.items()}
+        self._data = {key: {name: _kept(value) for name, value in row.items()} for key, row in rows.items()}
 
     def _forget(self) -> None:
         for key in self._ledger.drain():
             del self._data[key]
+
+
+def _kept(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else json.loads(json.dumps(value))

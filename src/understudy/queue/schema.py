@@ -7,9 +7,10 @@ a row gets the error, not the learner some minutes later, and all that is wrong 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,15 +47,15 @@ class Described(NamedTuple):
     """lowest weight version of an action, if there is any action"""
 
 
-def describe(columns: Mapping[str, Tensor]) -> Described:
+def describe(columns: Mapping[str, Any]) -> Described:
     """What the keeper of the books needs to know about these columns."""
     forms = {name: _describe_column(name, value) for name, value in columns.items()}
     mask, version = (columns[name] if _sound(forms, name) else None for name in ("mask", "version"))
     return Described(
         forms,
         tuple(name for name, column in COLUMNS.items() if not column.optional and name not in columns),
-        None if mask is None else int(mask.sum()),
-        None if version is None or len(version) == 0 else int(version.min()),
+        None if mask is None else int(mask.count_nonzero()),
+        None if version is None or version.numel() == 0 else int(version.min()),
     )
 
 
@@ -110,30 +111,42 @@ def check_even(rows: Mapping[Key, Mapping[str, Trailing]], names: Iterable[str])
     return tuple(present)
 
 
-def join(rows: Mapping[Key, Mapping[str, Tensor]], names: Iterable[str]) -> Batch:
+def join(rows: Mapping[Key, Mapping[str, Any]], names: Iterable[str]) -> Batch:
     """The batch of these rows, in their order; every row has every one of the columns. Without rows every column is
     there, empty."""
     columns: dict[str, Ragged] = {}
     single: dict[str, Tensor] = {}
+    objects: dict[str, list[Any]] = {}
     for name in names:
-        column = COLUMNS[name]
-        parts, empty = [row[name] for row in rows.values()], _nothing(column)
+        column, parts = COLUMNS[name], [row[name] for row in rows.values()]
+        if column.dtype is None:
+            objects[name] = parts
+            continue
+        empty = torch.empty(0, *(dim or 0 for dim in column.trailing), dtype=column.dtype)  # open dims are 0
         if column.span == "row":
             single[name] = torch.stack(parts) if parts else empty
         else:
             trailing = tuple((parts[0] if parts else empty).shape[1:])
             columns[name] = Ragged.from_rows(parts, dtype=column.dtype, trailing=trailing)
-    return Batch(tuple(rows), columns, single)
+    return Batch(tuple(rows), columns, single, objects)
 
 
-def _describe_column(name: str, value: Tensor) -> ColumnForm:
+def _describe_column(name: str, value: Any) -> ColumnForm:
     column = COLUMNS.get(name)
-    problem = _undeclared(name) if column is None else _form(column, value)
-    if column is None or problem is not None:
+    if column is None:
+        return ColumnForm("row", 0, (), _undeclared(name))
+    if column.dtype is None:
+        return ColumnForm("row", 1, (), _json_problem(value))
+    if not isinstance(value, Tensor):
+        return ColumnForm("row", 0, (), f"is a {type(value).__name__}, expected a {column.dtype} tensor")
+    shape = tuple(value.shape)
+    if (problem := _problem(column, value.dtype, shape)) is not None:
         return ColumnForm("row", 0, (), problem)
-    if column.span == "row":
-        return ColumnForm("row", 1, tuple(value.shape), None)
-    return ColumnForm(column.span, len(value), tuple(value.shape[1:]), None)
+    return (
+        ColumnForm("row", 1, shape, None)
+        if column.span == "row"
+        else ColumnForm(column.span, shape[0], shape[1:], None)
+    )
 
 
 def _sound(forms: Mapping[str, ColumnForm], name: str) -> bool:
@@ -156,22 +169,28 @@ def _check(columns: Mapping[str, ColumnForm], known: Lengths) -> tuple[Lengths, 
     return lengths, mistakes
 
 
-def _form(column: Column, value: Tensor) -> str | None:
+def _problem(column: Column, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
     """What is wrong with dtype and dims, apart from the span's length."""
-    if not isinstance(value, Tensor):
-        return f"is a {type(value).__name__}, expected a {column.dtype} tensor"
-    if value.dtype != column.dtype:
-        return f"dtype is {value.dtype}, expected {column.dtype}"
+    if dtype != column.dtype:
+        return f"dtype is {dtype}, expected {column.dtype}"
     lead = column.span != "row"
-    sizes = value.shape[lead:]
-    wrong = any(want is not None and want != size for want, size in zip(column.trailing, sizes, strict=False))
-    if value.ndim == lead + len(column.trailing) and not wrong:
+    wanted = column.trailing
+    wrong = any(want not in (None, size) for want, size in zip(wanted, shape[lead:], strict=False))
+    if len(shape) == lead + len(wanted) and not wrong:
         return None
-    dims = (*([column.span] if lead else []), *("any" if dim is None else str(dim) for dim in column.trailing))
+    dims = (*([column.span] if lead else []), *("any" if dim is None else str(dim) for dim in wanted))
     expected = f"expected [{', '.join(dims)}]"
-    if value.ndim != len(dims):
-        return f"shape is {list(value.shape)} ({value.ndim} dims), {expected} ({len(dims)} dims)"
-    return f"shape is {list(value.shape)}, {expected}"
+    if len(shape) != len(dims):
+        return f"shape is {list(shape)} ({len(shape)} dims), {expected} ({len(dims)} dims)"
+    return f"shape is {list(shape)}, {expected}"
+
+
+def _json_problem(value: Any) -> str | None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f"is a {type(value).__name__}, expected a value that JSON can hold: {error}"
+    return None
 
 
 def _fits(form: ColumnForm, lengths: Lengths) -> str | None:
@@ -204,8 +223,3 @@ def _uneven(rows: Mapping[Key, object], trailing: Mapping[Key, Trailing]) -> str
     if first is None or odd is None:
         return None
     return f"trailing dims differ: {list(trailing[first])} in {first}, {list(trailing[odd])} in {odd}"
-
-
-def _nothing(column: Column) -> Tensor:
-    """A column of no rows: trailing dims that are open are 0."""
-    return torch.empty(0, *(dim or 0 for dim in column.trailing), dtype=column.dtype)

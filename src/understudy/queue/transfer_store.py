@@ -2,11 +2,14 @@
 
 A row is one key of TransferQueue, `uid/sample/attempt/index` in the partition of the same name; each column is a field;
 the tags are its tags. So whoever knows TransferQueue can list and read the rows, and both kinds of its metadata stand
-for a reference: `KVBatchMeta` (by key) and `BatchMeta` (by index). Functions block: they are called from threads.
+for a reference: `KVBatchMeta` (by key) and `BatchMeta` (by index). Values of columns without a dtype are JSON.
+What had to be written again after its writer was lost has the number of its place behind its key; a reference to such
+a row is resolved by the queue, not by TransferQueue alone. Functions block: they are called from threads.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +27,21 @@ os.environ.setdefault("TQ_NUM_THREADS", "1")  # or a transfer lets the whole pro
 try:
     import ray as ray
     import transfer_queue  # type: ignore[import-untyped]
-    from tensordict import TensorDict
     from transfer_queue import BatchMeta as BatchMeta
     from transfer_queue import KVBatchMeta as KVBatchMeta
 except ImportError as error:
     raise ImportError(f"the TransferQueue back end needs {error.name}: pip install 'understudy[ray]'") from error
+
+
+class _Columns(dict[str, Any]):
+    """Rows as `kv_batch_put` reads them from a TensorDict, apart from one thing: a ragged column is the list of its
+    tensors, which go from their own memory to the storage units. A TensorDict wants one jagged tensor: a copy of all
+    values, that is cut into rows again before it is sent."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.batch_size = (rows,)
+
 
 _connected = False
 _connecting = threading.Lock()
@@ -74,22 +87,25 @@ def shut_down() -> None:
     _connected = False
 
 
-def put(keys: Sequence[Key], rows: Sequence[Mapping[str, Tensor]], tags: list[dict[str, Any]]) -> None:
-    """Store rows of one partition that have the same columns. Ragged ones go as jagged tensors: nothing is padded."""
+def put(keys: Sequence[Key], rows: Sequence[Mapping[str, Any]], tags: list[dict[str, Any]], place: int = 0) -> None:
+    """Store rows of one partition that have the same columns. Nothing is padded."""
     _connect()
-    fields: dict[str, Tensor] = {}
+    fields = _Columns(len(rows))
     for name in rows[0]:
-        values = [row[name].detach() for row in rows]
-        ragged = values[0].ndim > 0
-        fields[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if ragged else torch.stack(values)
-    names = [storage_key(key) for key in keys]
-    transfer_queue.kv_batch_put(names, keys[0].partition, TensorDict(fields, batch_size=len(rows)), tags)
+        values = [row[name] for row in rows]
+        if COLUMNS[name].dtype is None:
+            fields[name] = [json.dumps(value) for value in values]
+        elif values[0].ndim == 0:
+            fields[name] = torch.stack(values).detach()
+        else:
+            fields[name] = [value.detach() for value in values]
+    transfer_queue.kv_batch_put([storage_key(key, place) for key in keys], keys[0].partition, fields, tags)
 
 
-def read(keys: Sequence[Key], names: Sequence[str]) -> Batch:
-    """Columns of rows of one partition that all have them."""
+def read(keys: Sequence[Key], names: Sequence[str], place: int = 0) -> Batch:
+    """Columns of rows of one partition that all have them at that place."""
     _connect()
-    found = transfer_queue.kv_batch_get([storage_key(key) for key in keys], keys[0].partition, list(names))
+    found = transfer_queue.kv_batch_get([storage_key(key, place) for key in keys], keys[0].partition, list(names))
     if lost := [name for name in names if name not in found or len(found) != len(keys)]:
         raise KeyError(
             f"TransferQueue lacks {lost[0]} in some of {len(keys)} rows, the first is {keys[0]}: "
@@ -97,28 +113,35 @@ def read(keys: Sequence[Key], names: Sequence[str]) -> Batch:
         )
     columns: dict[str, Ragged] = {}
     single: dict[str, Tensor] = {}
+    objects: dict[str, list[Any]] = {}
     for name in names:
-        value = found[name]
-        if COLUMNS[name].span != "row":
+        value = found.get(name)
+        if COLUMNS[name].dtype is None:
+            objects[name] = [json.loads(each) for each in value.tolist()]
+        elif COLUMNS[name].span != "row":
             columns[name] = Ragged.from_nested(value)
         elif value.is_nested:
             values = value.values()
             single[name] = values.reshape(len(keys), len(values) // len(keys), *values.shape[1:])
         else:
             single[name] = value
-    return Batch(tuple(keys), columns, single)
+    return Batch(tuple(keys), columns, single, objects)
 
 
-def erase(keys: Iterable[Key]) -> None:
-    """Clear rows; those that are not there are ignored."""
+def erase(places: Iterable[tuple[Key, int]]) -> None:
+    """Clear rows from their places; those that are not there are ignored."""
     _connect()
-    for partition, part in by_partition(keys).items():
-        transfer_queue.kv_clear([storage_key(key) for key in part], partition)
+    parts: dict[str, list[str]] = {}
+    for key, place in places:
+        parts.setdefault(key.partition, []).append(storage_key(key, place))
+    for partition, names in parts.items():
+        transfer_queue.kv_clear(names, partition)
 
 
-def storage_key(key: Key) -> str:
-    """The name of a row within its partition of TransferQueue: prompt, sample, attempt, index."""
-    return f"{key.uid}/{key.sample}/{key.attempt}/{key.index}"
+def storage_key(key: Key, place: int = 0) -> str:
+    """The name of a row within its partition of TransferQueue: prompt, sample, attempt, index, and its place."""
+    name = f"{key.uid}/{key.sample}/{key.attempt}/{key.index}"
+    return f"{name}/{place}" if place else name
 
 
 def parse_key(partition: str, name: str) -> Key:

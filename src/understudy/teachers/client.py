@@ -112,6 +112,10 @@ def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory
 
 def runs(mask: Tensor) -> list[tuple[int, int]]:
     """Half-open runs of true values."""
+    if len(mask) and bool(mask[-1]):
+        first, actions = int(mask.to(torch.uint8).argmax()), int(mask.sum())
+        if first + actions == len(mask):
+            return [(first, len(mask))]  # a prompt and its answer: the usual case, and cheaper
     padded = torch.zeros(len(mask) + 2, dtype=torch.int8)
     padded[1:-1] = mask.to(torch.int8)
     change = padded.diff()

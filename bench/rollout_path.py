@@ -1,0 +1,212 @@
+"""What a trajectory costs besides the models: loop, router, scoring and queue, with an engine that answers at once.
+
+    python -m bench.rollout_path                    100 and 10,000 episodes, embedded and on Ray
+    python -m bench.rollout_path --only embedded    one of them
+    python -m bench.rollout_path --profile          where the time of the embedded path goes
+
+All episodes of a run are in flight together, 8 of each prompt; a teacher scores each with its top 32. On Ray they run
+in one worker actor; writes to the queue may wait 10 ms for others. A run ends when its driver has taken every group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from understudy.agent_loop.manager import RolloutManager
+from understudy.agent_loop.single_turn import SingleTurn
+from understudy.agent_loop.worker import AgentLoopWorker
+from understudy.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
+from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
+from understudy.queue import MemoryQueue
+from understudy.queue.contract import SampleQueue
+from understudy.rollout import EpisodeDone, Order, Rollout
+from understudy.routing import Router
+from understudy.scoring import EpisodeScorer
+from understudy.teachers.client import ResidentTeacher, TeacherClient
+from understudy.teachers.pool import TeacherPool
+
+FEW, MANY, SAMPLES = 100, 10_000, 8
+PROMPT, ANSWER, TOP = 32, 32, 32
+"""Tokens of a prompt and of an answer; most likely tokens that the teacher names."""
+WINDOW = 0.01
+WANTED = {"embedded": 0.2, "ray": 1.0}
+"""Milliseconds per trajectory."""
+EVEN = 1.2
+"""Cost per trajectory of many episodes against few, at most."""
+NEEDS = ("tokens", "teacher_topk_logp")
+ROUNDS = {FEW: 9, MANY: 3}
+
+
+class AtOnce:
+    """An engine whose answers are there already: the same for everyone."""
+
+    def __init__(self) -> None:
+        ids, logp = torch.arange(ANSWER), torch.full((ANSWER,), -1.0)
+        self.answer = Generation(ids, logp, torch.zeros(ANSWER, dtype=torch.int32), "stop")
+        self.scores = Scores(topk_ids=ids[:, None].repeat(1, TOP), topk_logp=logp[:, None].repeat(1, TOP))
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        await asyncio.sleep(0)
+        return self.answer
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        await asyncio.sleep(0)
+        return self.scores
+
+
+class Ids:
+    """Stands in for a tokenizer."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        return list(range(PROMPT))
+
+    def encode(self, text: str) -> list[int]:
+        return list(range(PROMPT))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+def make_rollout(queue: SampleQueue) -> Rollout:
+    """The parts of a run, with two student replicas and one teacher of two replicas."""
+    students = Router("student", [AtOnce(), AtOnce()])
+    pool = TeacherPool("teacher", [AtOnce(), AtOnce()])
+    client = TeacherClient({"teacher": ResidentTeacher(pool, 0, Ids())}, None)
+
+    def send(request: GenerateRequest) -> Awaitable[Generation]:
+        return students.call(request.order[:2], lambda replica: replica.generate(request))
+
+    def scorer(want: Want, training: bool) -> EpisodeScorer:
+        async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+            return await client.score(key, prompt, trajectory, want)
+
+        return EpisodeScorer(queue, (judge,))
+
+    loops = {"single_turn": SingleTurn()}
+    return Rollout(RolloutManager([AgentLoopWorker(loops, "single_turn", Ids(), PROMPT, send)]), scorer)
+
+
+async def run_prompts(rollout: Rollout, prompts: Sequence[Prompt]) -> int:
+    """Episodes that were completed."""
+    order = Order("train", SAMPLES, Sampling(), Want(top_k=TOP), seed=0)
+    return sum([1 async for outcome in rollout.run(order, prompts) if isinstance(outcome, EpisodeDone)])
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one run."""
+
+    whole: float
+    first: float
+    """until its first group was taken"""
+
+
+async def measure(queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]], episodes: int) -> Cost:
+    """Open the groups, run them elsewhere or here, take them all."""
+    groups = -(-episodes // SAMPLES)
+    prompts = [Prompt(uid, uid + 1, "bench", (Message("user", ""),)) for uid in range(groups)]
+    started = time.perf_counter()
+    await asyncio.gather(*(queue.open(GroupKey("train", prompt.uid), SAMPLES) for prompt in prompts))
+    working = asyncio.ensure_future(work(prompts))
+    refs = [await queue.take("train", NEEDS, 1)]
+    first = time.perf_counter() - started
+    refs.append(await queue.take("train", NEEDS, groups - 1))
+    whole = time.perf_counter() - started
+    if await working != groups * SAMPLES or sum(map(len, refs)) != groups * SAMPLES:
+        raise SystemExit(f"of {groups * SAMPLES} episodes, {sum(map(len, refs))} were taken")
+    for ref in refs:
+        await queue.clear(ref)
+    return Cost(whole / (groups * SAMPLES), first)
+
+
+async def rounds(queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]]) -> dict[int, Cost]:
+    """Medians for few and many episodes, in turns, after one run that is not counted."""
+    await measure(queue, work, FEW)
+    seen: dict[int, list[Cost]] = {FEW: [], MANY: []}
+    for at in range(max(ROUNDS.values())):
+        for episodes in seen:
+            if at < ROUNDS[episodes]:
+                seen[episodes].append(await measure(queue, work, episodes))
+    return {
+        episodes: Cost(median(c.whole for c in costs), median(c.first for c in costs))
+        for episodes, costs in seen.items()
+    }
+
+
+def embedded() -> dict[int, Cost]:
+    queue = MemoryQueue()
+    rollout = make_rollout(queue)
+    return asyncio.run(rounds(queue, lambda prompts: run_prompts(rollout, prompts)))
+
+
+class Worker:
+    """A process that runs episodes, as an agent-loop worker does."""
+
+    def __init__(self, queue: SampleQueue) -> None:
+        torch.set_num_threads(1)
+        self.rollout = make_rollout(queue)
+
+    async def run(self, prompts: list[Prompt]) -> int:
+        return await run_prompts(self.rollout, prompts)
+
+
+def on_ray() -> dict[int, Cost]:
+    import ray
+
+    from understudy.queue.transfer_queue import start
+
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    queue = start(window=WINDOW)
+    actor: Any = ray.remote(Worker)
+    try:
+        worker = actor.options(num_cpus=0).remote(queue)
+        return asyncio.run(rounds(queue, worker.run.remote))
+    finally:
+        queue.close()
+        ray.shutdown()
+
+
+def show(name: str, costs: dict[int, Cost]) -> None:
+    for episodes, cost in costs.items():
+        verdict = "" if cost.whole * 1e3 <= WANTED[name] else f", wanted {WANTED[name]}"
+        first = f"first group after {cost.first * 1e3:.1f} ms"
+        print(f"{name:8}  {episodes:6,} episodes  {cost.whole * 1e3:.3f} ms per trajectory{verdict}; {first}")
+    ratio = costs[MANY].whole / costs[FEW].whole
+    print(f"{name:8}  {MANY:,} against {FEW}: {ratio:.2f}{'' if ratio <= EVEN else f', wanted {EVEN}'}")
+
+
+def profile() -> None:
+    queue = MemoryQueue()
+    rollout = make_rollout(queue)
+    with cProfile.Profile() as profiler:
+        asyncio.run(measure(queue, lambda prompts: run_prompts(rollout, prompts), MANY))
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=sorted(WANTED))
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.profile:
+        profile()
+        return
+    for name, side in (("embedded", embedded), ("ray", on_ray)):
+        if args.only in (None, name):
+            show(name, side())
+
+
+if __name__ == "__main__":
+    main()
