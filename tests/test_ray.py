@@ -131,6 +131,8 @@ def test_two_teachers_routed_by_a_column(tmp_path: Path) -> None:
         teachers={"other": {"path": str(tmp_path / "second"), "dtype": "float32"}},
         data={"train": str(prompts), "validation": str(prompts), "teacher_column": "judge"},
         pools={"learner": {"replicas": 2}},
+        plugins=[],
+        rollout={"samples": 2, "max_tokens": 12},
     )
     assert tokens(here) == tokens(there)
     assert max(gap(here, there, name) for name in ("loss", "kl")) < 1e-3  # AdamW

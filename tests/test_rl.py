@@ -164,7 +164,7 @@ def test_every_algorithm_runs_and_says_what_it_did(models: Path, name: str) -> N
 
 def test_several_updates_from_one_batch(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, float]] = []
-    module = sys.modules["understudy.train"]
+    module = sys.modules["understudy.learning"]
     plain = vars(module)["update"]
 
     def counted(model: Any, optimizer: Any, batch: Batch, *rest: Any) -> Any:
@@ -265,7 +265,7 @@ def test_the_last_trajectory_is_rewarded_and_all_of_its_episode_learn_from_it(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[Batch] = []
-    module = sys.modules["understudy.train"]
+    module = sys.modules["understudy.learning"]
     plain = vars(module)["prepare"]
 
     def watched(*arguments: Any) -> Any:

@@ -52,7 +52,7 @@ from understudy.queue.transfer_queue import start as start_queue
 from understudy.record.timeline import Interval
 from understudy.rollout import EpisodeDone, Order
 from understudy.runtime.contract import ReplicaGone
-from understudy.runtime.ray import Cluster, Remote, all_ready
+from understudy.runtime.ray import Cluster, Remote, all_within
 from understudy.signals import build_algorithm
 from understudy.teachers.pool import TeacherPool
 
@@ -156,8 +156,9 @@ class Distributed:
         """Everything loads at the same time."""
         deadline = self.config.ray.request_deadline
         address = await self.ranks[0].call("address")
-        learners = [Remote(rank.name, _Bound(rank, address)) for rank in self.ranks]
-        await all_ready([*self.engines.all(), *self.workers, *learners], "ready", deadline, "starting")
+        ready = {remote.name: remote.call("ready") for remote in (*self.engines.all(), *self.workers)}
+        ready |= {rank.name: rank.call("ready", address) for rank in self.ranks}
+        await all_within(ready, deadline, "starting")
 
     def close(self) -> None:
         self.queue.close()
@@ -168,11 +169,8 @@ class Distributed:
 
     async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
         found: list[Learnt] = await self._ranks("learn", ref, rate, schedule, shown)
-        hands = deal([int(ref.tags[key]["tokens"]) for key in ref.keys], len(self.ranks))
-        first = [
-            ([row for row in hand if row < shown], columns) for hand, (_, columns) in zip(hands, found, strict=True)
-        ]
-        return found[0][0], in_order(first)
+        hands = [[row for row in hand if row < shown] for hand in self._hands(ref)]
+        return found[0][0], in_order([(hand, part[1]) for hand, part in zip(hands, found, strict=True)])
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
         found = await self._ranks("measure", ref, columns)
@@ -186,8 +184,17 @@ class Distributed:
         buckets = (await self._ranks("weights"))[0]
         await self.board.call("publish", version, buckets)
         deadline = self.config.ray.publish_deadline
-        loads = [Remote(engine.name, _Bound(engine, version, buckets)) for engine in self.engines.student]
-        await all_ready(loads, "load", deadline, f"publishing version {version}")
+        loads = {engine.name: self._load(engine, version, buckets) for engine in self.engines.student}
+        await all_within(loads, deadline, f"publishing version {version}")
+
+    async def _load(self, engine: Remote, version: int, buckets: list[Any]) -> None:
+        """One that is being started again finds the version on the board; one that is gone for good is not missed as
+        long as there are others."""
+        try:
+            await engine.call("load", version, buckets)
+        except ReplicaGone as error:
+            if error.for_good and len(self.engines.student) == 1:
+                raise
 
     async def write(self, teacher: str, request: GenerateRequest) -> Generation:
         answer: Generation = await self.engines.teachers[teacher][0].call("generate", request)
@@ -255,25 +262,6 @@ class Distributed:
             return await asyncio.wait_for(remote.call(method), self.config.ray.request_deadline)
         except (ReplicaGone, TimeoutError):
             return None
-
-
-class _Bound:
-    """An actor whose methods are called with these arguments."""
-
-    def __init__(self, remote: Remote, *args: Any) -> None:
-        self._remote, self._args = remote, args
-
-    def __getattr__(self, method: str) -> Any:
-        return _Method(getattr(self._remote.actor, method), self._args)
-
-
-@dataclass(frozen=True, slots=True)
-class _Method:
-    method: Any
-    args: tuple[Any, ...]
-
-    def remote(self) -> Any:
-        return self.method.remote(*self.args)
 
 
 def assemble_on_ray(config: Config, report: Say) -> Parts:

@@ -111,20 +111,20 @@ class EngineHost(Host):
         config, vocabulary = setting.config, setting.vocabulary
         self.name = name
         self.engine: TorchEngine
-        self._missed: tuple[int, list[Stored]] | None = None
-        """published before this process was started (again)"""
+        self._board: Remote | None = None
+        """a student's: it may have been started again after weights were published"""
         if role == "student":
             model, _ = build.student_model(config)
             tokenizer = SafeTokenizer.load(config.student.path)
             self.engine = build.student_engine(config, model, tokenizer, vocabulary)
-            self._missed = board.ask("weights")
+            self._board = board
         elif role == "teacher":
             model = build.teacher_model(config, teacher)
             self.engine = build.teacher_engine(config, teacher, model, vocabulary)
         else:
             self.engine = build.reference_engine(config, vocabulary)
-        self._scheduler: InlineScheduler | None = None
-        self._score_every = config.engine.score_every
+        self._scheduler = InlineScheduler([self.engine], config.engine.score_every)
+        self._started: asyncio.Task[None] | None = None
         self._intervals: list[Interval] = []
         board.tell("started", Started(name, actor_id(), os.getpid(), time.time()))
 
@@ -169,11 +169,15 @@ class EngineHost(Host):
         return self.engine.scoring + self.engine.writing
 
     async def _running(self) -> None:
-        if self._scheduler is None:
-            if self._missed is not None:
-                await self.load(*self._missed)
-            self._scheduler = InlineScheduler([self.engine], self._score_every)
-            await self._scheduler.__aenter__()
+        """Nobody is served before the engine runs, with the newest weights."""
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+        await asyncio.shield(self._started)
+
+    async def _start(self) -> None:
+        if self._board is not None and (newest := await self._board.call("weights")) is not None:
+            await self.load(*newest)
+        await self._scheduler.__aenter__()
 
     def _note(self, kind: Literal["generate", "score"], key: str, start: float) -> None:
         if len(self._intervals) < INTERVALS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,21 +167,18 @@ class Cluster:
         ray.shutdown()
 
 
-async def all_ready(remotes: Sequence[Remote], method: str, deadline: float, what: str) -> list[Any]:
-    """The answers of all of them to one question; whoever does not answer in time is named."""
-    tasks = [asyncio.create_task(remote.call(method), name=remote.name) for remote in remotes]
+async def all_within(calls: Mapping[str, Coroutine[Any, Any, Any]], deadline: float, what: str) -> None:
+    """Wait for calls to several processes, given by name; whoever does not answer in time is named."""
+    tasks = [asyncio.create_task(call, name=name) for name, call in calls.items()]
     done, waiting = await asyncio.wait(tasks, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
-    try:
-        for task in done:
-            if (error := task.exception()) is not None:
-                raise error
-        if waiting:
-            late = ", ".join(sorted(task.get_name() for task in waiting))
-            raise UserError(f"{what} did not finish within {deadline:g} s: no answer from {late}")
-    finally:
-        for task in waiting:
-            task.cancel()
-    return [task.result() for task in tasks]
+    for task in waiting:
+        task.cancel()
+    for task in done:
+        if (error := task.exception()) is not None:
+            raise error
+    if waiting:
+        late = ", ".join(sorted(task.get_name() for task in waiting))
+        raise UserError(f"{what} did not finish within {deadline:g} s: no answer from {late}")
 
 
 def node_address() -> str:
@@ -194,4 +191,4 @@ def actor_id() -> str:
     return str(ray.get_runtime_context().get_actor_id())
 
 
-__all__ = ["Cluster", "Placement", "Remote", "Stored", "actor_id", "all_ready", "node_address"]
+__all__ = ["Cluster", "Placement", "Remote", "Stored", "actor_id", "all_within", "node_address"]
