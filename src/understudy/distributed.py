@@ -31,6 +31,7 @@ from understudy.data.trajectory import GroupKey, Prompt
 from understudy.engines.contract import GenerateRequest, Generation
 from understudy.errors import UserError
 from understudy.hosts import (
+    BOARD,
     Board,
     EngineHost,
     Engines,
@@ -297,7 +298,7 @@ def assemble_on_ray(config: Config, report: Say) -> Parts:
 
 def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
     queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
-    board = cluster.spawn(Board, "board", None, 0)
+    board = cluster.spawn(Board, BOARD, None, 0)
     homes = Counter(member.pool for member in pool_members(config))
 
     def setting(pool: str) -> Setting:
@@ -315,7 +316,6 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
                 role,
                 teacher,
                 f"{title}, replica {number}",
-                board,
                 share=1 / homes[pool],
                 restarts=config.ray.restarts,
             )
@@ -330,6 +330,7 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
         },
         replicas("reference", "", "reference", _reference_pool(config)) if build.has_reference(config) else (),
     )
+    board.ask("introduce", queue, engines)
     home, count = config.learner.pool, config.pools[config.learner.pool].replicas
     ranks = tuple(
         cluster.spawn(
@@ -340,7 +341,6 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
             setting(home),
             rank,
             count,
-            queue,
             share=1 / homes[home],
         )
         for rank in range(count)
@@ -353,8 +353,6 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
             place,
             number,
             setting(place),
-            engines,
-            queue,
             share=1 / homes[place],
             restarts=config.ray.restarts,
         )

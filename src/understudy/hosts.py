@@ -42,6 +42,8 @@ from understudy.signals import reward_pool
 from understudy.teachers.pool import TeacherPool
 
 Role = Literal["student", "teacher", "reference"]
+BOARD = "board"
+"""Name under which processes find it."""
 COALESCED = 0.005
 """Seconds in which further outcomes may join the first that a worker reports."""
 BUCKET = 256 * 1024 * 1024
@@ -66,6 +68,18 @@ class Board:
     def __init__(self) -> None:
         self._weights: tuple[int, list[Stored]] | None = None
         self._starts: list[Started] = []
+        self._queue: SampleQueue | None = None
+        self._engines: Engines | None = None
+
+    async def introduce(self, queue: SampleQueue, engines: Engines) -> None:
+        """Who is who, before anybody asks."""
+        self._queue, self._engines = queue, engines
+
+    async def queue(self) -> SampleQueue | None:
+        return self._queue
+
+    async def engines(self) -> Engines | None:
+        return self._engines
 
     async def publish(self, version: int, buckets: list[Stored]) -> None:
         self._weights = (version, buckets)
@@ -106,8 +120,9 @@ class Host:
 class EngineHost(Host):
     """One replica of the student, a teacher or the reference, with a scheduler of its own."""
 
-    def __init__(self, setting: Setting, role: Role, teacher: str, name: str, board: Remote) -> None:
+    def __init__(self, setting: Setting, role: Role, teacher: str, name: str) -> None:
         setting.enter()
+        board = Remote.find(BOARD)
         config, vocabulary = setting.config, setting.vocabulary
         self.name = name
         self.engine: TorchEngine
@@ -241,9 +256,11 @@ class Report:
 class WorkerHost(Host):
     """Runs agent loops and scores their episodes; their tensors go from here to the queue."""
 
-    def __init__(self, setting: Setting, engines: Engines, queue: SampleQueue) -> None:
+    def __init__(self, setting: Setting) -> None:
         setting.enter()
-        config = setting.config
+        config, board = setting.config, Remote.find(BOARD)
+        engines: Engines = board.ask("engines")
+        queue: SampleQueue = board.ask("queue")
         tokenizer = SafeTokenizer.load(config.student.path)
         tokenizers = {name: SafeTokenizer.load(teacher.path) for name, teacher in config.teachers.items()}
         students = [RemoteEngine(remote) for remote in engines.student]
@@ -325,9 +342,10 @@ class WorkerHost(Host):
 class LearnerHost(Host):
     """One rank of the learner."""
 
-    def __init__(self, setting: Setting, rank: int, ranks: int, queue: SampleQueue) -> None:
+    def __init__(self, setting: Setting, rank: int, ranks: int) -> None:
         setting.enter()
-        self.setting, self.rank, self.count, self.queue = setting, rank, ranks, queue
+        self.setting, self.rank, self.count = setting, rank, ranks
+        self.queue: SampleQueue = Remote.find(BOARD).ask("queue")
         self._ranks: Ranks = alone
         self._steps = 0
 

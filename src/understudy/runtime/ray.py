@@ -57,9 +57,10 @@ class Remote:
         """Without waiting for an answer."""
         getattr(self.actor, method).remote(*args)
 
-    def kill(self) -> None:
-        """End it for good."""
-        ray.kill(self.actor)
+    @classmethod
+    def find(cls, name: str) -> Remote:
+        """A host of the same run that was spawned to be found."""
+        return cls(name, ray.get_actor(name))
 
     def _explained(self, error: Exception) -> Exception:
         if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
@@ -148,10 +149,13 @@ class Cluster:
         share: float = 1.0,
         restarts: int = 0,
     ) -> Remote:
-        """A host in the place of its pool's replica (None: anywhere, without a device of its own). `share`: its part of
-        the devices there."""
+        """A host in the place of its pool's replica (None: anywhere, without a device of its own, and to be found by
+        its name). `share`: its part of the devices there. The arguments of one that may be started again hold no
+        handles of others: Ray keeps such arguments no longer than it must."""
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": OPEN_CALLS, "max_restarts": restarts}
-        if pool is not None:
+        if pool is None:
+            options["name"] = name
+        else:
             group, wanted = self._groups[pool, replica], self.pools[pool]
             options["num_gpus" if wanted.device == "gpu" else "num_cpus"] = wanted.devices * share
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
