@@ -9,7 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hypothesis
+import pytest
 import torch
+
+pytest.register_assert_rewrite("queue_contract", "queue_objects", "queue_plans")
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("understudy", deadline=None, max_examples=40)

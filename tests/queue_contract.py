@@ -13,11 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.register_assert_rewrite("queue_plans")
-
-from queue_plans import NEEDS, Account, fill, group, key, make_row, plans, teacher  # noqa: E402
-from understudy.data.trajectory import EpisodeKey, Key  # noqa: E402
-from understudy.queue.contract import (  # noqa: E402
+from queue_plans import NEEDS, Account, fill, group, key, make_row, plans, teacher
+from understudy.data.trajectory import EpisodeKey, Key
+from understudy.queue.contract import (
     BatchRef,
     FailedGroup,
     QueueTimeout,

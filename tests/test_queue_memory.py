@@ -16,19 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.register_assert_rewrite("queue_contract", "queue_objects")
-
-from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
-from queue_objects import ObjectContract  # noqa: E402
-from understudy.data.trajectory import COLUMNS, Column, Key  # noqa: E402
-from understudy.queue import (  # noqa: E402
+from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher
+from queue_objects import ObjectContract
+from understudy.data.trajectory import COLUMNS, Column, Key
+from understudy.queue import (
     MemoryQueue,
     QueueTimeout,
     SampleQueue,
     SchemaError,
     schema,
 )
-from understudy.queue.groups import Uids as _Uids  # noqa: E402
+from understudy.queue.groups import Uids as _Uids
 
 
 def check_row(at: Key, columns: Mapping[str, Any]) -> schema.Lengths:

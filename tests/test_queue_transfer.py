@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 ray = pytest.importorskip("ray")
 tq = pytest.importorskip("transfer_queue")
-pytest.register_assert_rewrite("queue_contract", "queue_objects")
 
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
 from queue_objects import ObjectContract  # noqa: E402

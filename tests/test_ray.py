@@ -20,7 +20,7 @@ from dataclasses import replace
 from understudy.agent_loop.contract import register
 
 
-@register("staggered")
+@register("ray_staggered")
 class Staggered:
     async def run(self, prompt, context):
         tokens = context.render(prompt)
@@ -44,7 +44,7 @@ def both(root: Path, **sections: Any) -> tuple[Path, Path]:
         "threads": 1,
         "plugins": [str(plugin)],
         "record": {"rollouts": "all"},
-        "rollout": {"agent_loop": "staggered", "samples": 2, "max_tokens": 60},
+        "rollout": {"agent_loop": "ray_staggered", "samples": 2, "max_tokens": 60},
         "validation": {"max_tokens": 5},
     }
     common |= sections

@@ -25,12 +25,13 @@ from understudy.runtime.ray import Remote
 
 PATIENCE = 240.0
 """Seconds before a test gives up waiting for something to kill."""
+PLUGIN: list[Path] = []
 LOOP = """
 from dataclasses import replace
 from understudy.agent_loop.contract import register
 
 
-@register("long")
+@register("ray_long")
 class Long:
     async def run(self, prompt, context):
         tokens = context.render(prompt)
@@ -40,16 +41,21 @@ class Long:
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A loop is registered once in a process, from one file."""
+    PLUGIN.append(tmp_path_factory.mktemp("plugin") / "long.py")
+    PLUGIN[0].write_text(LOOP)
+
+
 def settings(root: Path, **sections: Any) -> dict[str, Any]:
     """A run whose requests take a while."""
-    plugin = root / "long.py"
-    plugin.write_text(LOOP)
     base = {
         "runtime": "ray",
         "threads": 1,
-        "plugins": [str(plugin)],
+        "plugins": [str(PLUGIN[0])],
         "prompts_per_step": 4,
-        "rollout": {"agent_loop": "long", "samples": 2, "max_tokens": 400},
+        "rollout": {"agent_loop": "ray_long", "samples": 2, "max_tokens": 400},
         "data": {"validation": None},
         "checkpoint": {"every": 1, "keep": 3},
         "record": {"rollouts": "all"},
