@@ -37,6 +37,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.opd_step
 	$(BIN)/python -m bench.full_loss
 	$(BIN)/python -m bench.queue_bandwidth
+	$(BIN)/python -m bench.rollout_path
 
 prove: $(READY)
 	$(BIN)/python proofs/run.py

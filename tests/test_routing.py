@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from understudy import routing
 from understudy.routing import AllReplicasFailed, Router
+from understudy.runtime.contract import ReplicaGone
 
 
 class Replica:
@@ -179,5 +180,70 @@ def test_every_call_is_answered_by_a_sound_replica_or_fails(count: int, calls: l
             retries += sum(made) - 1
             assert router.retries == retries
             assert router.in_flight == [0] * count
+
+    asyncio.run(main())
+
+
+# ── back pressure, deadlines, replicas that come back ────────────────────────────────────────────────────────────────
+
+
+def test_a_full_replica_is_passed_over_and_when_all_are_full_the_caller_waits() -> None:
+    async def main() -> None:
+        router = Router("main", replicas(2), limit=2)
+        tasks = [asyncio.create_task(router.call("same", Replica.held)) for _ in range(6)]
+        await settle()
+        assert router.in_flight == [2, 2], "the key's own replica first, then the other; two callers wait"
+        router.replicas[1].gate.set()
+        await asyncio.gather(*tasks[2:])
+        assert router.in_flight == [2, 0], "who waited went to the replica that had room first"
+        router.replicas[0].gate.set()
+        assert sorted(await asyncio.gather(*tasks)) == ["0", "0", "1", "1", "1", "1"]
+        assert router.in_flight == [0, 0]
+        assert router.retries == 0
+
+    asyncio.run(main())
+
+
+def test_a_call_that_nobody_answers_in_time_says_so() -> None:
+    async def main() -> None:
+        router = Router("teacher 'big'", replicas(2), limit=1, deadline=0.05)
+        held = [asyncio.create_task(router.call(n, Replica.held)) for n in range(3)]
+        found = await asyncio.gather(*held, return_exceptions=True)
+        assert all(isinstance(error, AllReplicasFailed) for error in found)
+        assert "teacher 'big': no answer within 0.05 s (all replicas are busy)" in str(found[2])
+        assert router.in_flight == [0, 0]
+
+    asyncio.run(main())
+
+
+class Mortal(Replica):
+    """Is gone for so many calls, or for good."""
+
+    def __init__(self, name: str, calls: int, for_good: bool = False) -> None:
+        super().__init__(name)
+        self.calls, self.for_good = calls, for_good
+
+    async def answer(self) -> str:
+        self.asked += 1
+        if self.asked <= self.calls:
+            raise ReplicaGone(f"{self.name} died", self.for_good)
+        return self.name
+
+
+def test_a_replica_that_comes_back_is_waited_for_one_that_does_not_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "PAUSE", 0.001)
+
+    async def main() -> None:
+        router = Router("main", [Mortal("0", 2), Mortal("1", 99, for_good=True)], deadline=10)
+        assert await router.call("key", Mortal.answer) == "0"
+        assert [replica.asked for replica in router.replicas] == [3, 1]
+        assert router.retries == 3
+        lost = Router("main", [Mortal("0", 99, for_good=True), Mortal("1", 99, for_good=True)], deadline=10)
+        with pytest.raises(AllReplicasFailed, match="replica 0: ReplicaGone: 0 died; replica 1: ReplicaGone: 1 died"):
+            await lost.call("key", Mortal.answer)
+        hasty = Router("main", [Mortal("0", 99)])
+        with pytest.raises(AllReplicasFailed):
+            await hasty.call("key", Mortal.answer)
+        assert hasty.replicas[0].asked == 1, "without a deadline nobody waits"
 
     asyncio.run(main())
