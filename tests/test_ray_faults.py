@@ -23,7 +23,7 @@ from understudy.errors import UserError
 from understudy.record import RunDirectory
 from understudy.runtime.ray import Remote
 
-PATIENCE = 240.0
+PATIENCE = 400.0
 """Seconds before a test gives up waiting for something to kill."""
 PLUGIN: list[Path] = []
 LOOP = """
@@ -59,7 +59,7 @@ def settings(root: Path, **sections: Any) -> dict[str, Any]:
         "data": {"validation": None},
         "checkpoint": {"every": 1, "keep": 3},
         "record": {"rollouts": "all"},
-        "ray": {"request_deadline": 60.0, "restarts": 2},
+        "ray": {"request_deadline": 240.0, "restarts": 2},
     }
     return tiny.settings(root, **(base | sections))
 
