@@ -201,6 +201,27 @@ def test_no_gradient_when_the_student_is_the_teacher(objective: str, payload: st
     assert abs(float(out.total.detach())) < 1e-5
 
 
+@pytest.mark.parametrize("objective", ["forward_kl", "reverse_kl", "jsd"])
+def test_the_same_model_computed_in_another_way_gives_exactly_no_gradient_whatever_its_tail(objective: str) -> None:
+    """Where the named tokens leave almost nothing, what they leave is rounding: it must not count as a difference."""
+    logits = 4 * random(500, 4096, seed=5)
+    ids = torch.zeros(500, dtype=torch.int64)
+    top = logits.double().log_softmax(-1).float().topk(32, dim=-1)  # the sums are taken in another order and precision
+    columns = {
+        "teacher_logp": logits.log_softmax(-1)[:, 0],
+        "behaviour_logp": logits.log_softmax(-1)[:, 0],
+        "teacher_topk_ids": top.indices,
+        "teacher_topk_logp": top.values,
+    }
+    (loss,) = build(objective=objective, payload="top_k", top_k=32).losses
+    leaf = logits.clone().requires_grad_()
+    out = loss(student_out(leaf, ids), columns)
+    (slope,) = torch.autograd.grad(out.total, leaf)
+    assert float((1 - top.values.exp().sum(-1)).min()) < 1e-4, "some tails are tiny"
+    assert torch.equal(out.per_action["settled"], torch.ones(500))
+    assert torch.equal(slope, torch.zeros_like(slope))
+
+
 def test_temperature_is_the_students_alone() -> None:
     """The student's distribution is the tempered one; what the teacher sent is taken as it is."""
     logits, teacher, ids = random(3, VOCABULARY, seed=0), random(3, VOCABULARY, seed=1), torch.tensor([0, 1, 2])

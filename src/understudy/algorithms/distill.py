@@ -86,7 +86,8 @@ class Divergence:
         else:
             student = distillation.buckets(log_probs, ids, repeated)
             teacher = distillation.teacher_buckets(named, repeated, log_probs.shape[-1])
-        settled = fused.agree(student.detach(), teacher).all(-1)
+        # By the named tokens alone: with them the rest agrees too, but where it is tiny its log is rounding.
+        settled = fused.agree(student[:, : named.shape[-1]].detach(), teacher[:, : named.shape[-1]]).all(-1)
         value = self.objective.formula(student, teacher, self.settings).masked_fill(settled, 0.0)
         present = named if repeated is None else named.masked_fill(repeated, distillation.ABSENT)
         seen = {

@@ -105,7 +105,7 @@ def from_toy(path: str, report: Progress) -> Path:
 def build(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
     """Train the model and write it with its tokenizer into a directory. The global random state is left as it was."""
     recipe = recipe or Recipe()
-    with torch.random.fork_rng(devices=[]), _one_thread(), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(_config(recipe))
         _train(model, recipe, torch.Generator().manual_seed(seed), report or (lambda line: None))
@@ -148,7 +148,7 @@ def _config(recipe: Recipe) -> LlamaConfig:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Sums in another order give other bits, and these matrices are too small for more threads to help."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,11 +13,8 @@ Every step depends on the seed alone: the same seed gives the same weights on on
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +34,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from understudy.models.sources import ModelError, Progress, cache_directory, whole_directory
-
-Make = Callable[[Path], None]
-"""Fills a directory."""
+from understudy.models.arithmetic import one_thread
+from understudy.models.sources import ModelError, Progress, made_once
 
 _diffusers: Any = diffusers
 """Untyped."""
@@ -115,9 +110,9 @@ def from_toy(path: str, report: Progress) -> Path:
     """The directory of `toy:digits` (seed 0), `toy:digits-SEED`, `toy:digit-classifier` or `toy:digit-judge`, made once
     per machine."""
     if path == "toy:digit-classifier":
-        return _made_once(f"toy-digit-classifier-{_RECIPE}", "training a digit classifier", build_classifier, report)
+        return made_once(f"toy-digit-classifier-{_RECIPE}", "training a digit classifier", build_classifier, report, Path.is_dir)
     if path == "toy:digit-judge":
-        return _made_once(f"toy-digit-judge-{_RECIPE}", "training a judge of digits", build_judge, report)
+        return made_once(f"toy-digit-judge-{_RECIPE}", "training a judge of digits", build_judge, report, Path.is_dir)
     match = re.fullmatch(r"toy:digits(?:-(\d{1,9}))?", path)
     if match is None:
         raise ModelError(
@@ -125,43 +120,19 @@ def from_toy(path: str, report: Progress) -> Path:
             "toy:digit-classifier and toy:digit-judge"
         )
     seed = int(match[1] or 0)
-    return _made_once(
+    return made_once(
         f"toy-digits-{seed}-{_RECIPE}",
         f"training a tiny model that draws digits, seed {seed}",
         lambda directory: build(directory, seed, report=report),
         report,
+        Path.is_dir,
     )
-
-
-def _made_once(name: str, what: str, make: Make, report: Progress) -> Path:
-    """The directory of that name in the cache, which is there whole or not at all; `make` fills it."""
-    target = cache_directory() / "models" / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
-            report(f"{what}, once: {target}")
-            with whole_directory(target) as directory:
-                make(directory)
-            report(f"{what}: finished")
-    return target
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums in another order give other bits, and these matrices are too small for more threads to help much."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def build(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
     """Train the image model and write its pipeline. The global random state is left as it was."""
     recipe = recipe or Recipe()
-    with torch.random.fork_rng(devices=[]), _one_thread(), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
         torch.manual_seed(seed)
         pipe = _pipeline(recipe)
         _train(pipe, recipe, torch.Generator().manual_seed(seed), report or (lambda line: None))
@@ -282,7 +253,7 @@ def images(part: slice) -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise ModelError(
-            "toy:digits is trained on the digits that come with scikit-learn: pip install 'understudy[digits]'"
+            "toy:digits is trained on the digits that come with scikit-learn: pip install 'understudy[diffusion]'"
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(labels))[part]
@@ -366,7 +337,7 @@ def build_classifier(directory: Path) -> None:
 
     Written as tensors `N.weight`, `N.bias` of its linear layers, with ReLU between them.
     """
-    with torch.random.fork_rng(devices=[]), _one_thread(), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
         torch.manual_seed(0)
         pixels, labels = images(_FIRST_HALF)
         layers = [nn.Linear(PIXELS**2, 128), nn.Linear(128, 128), nn.Linear(128, 10)]

@@ -97,16 +97,23 @@ def whole_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def made_once(name: str, what: str, make: Callable[[Path], None], report: Progress) -> Path:
-    """The model directory of that name in the cache; `make` fills it if it is not there or not whole.
+def made_once(
+    name: str,
+    what: str,
+    make: Callable[[Path], None],
+    report: Progress,
+    usable: Callable[[Path], bool] | None = None,
+) -> Path:
+    """The model directory of that name in the cache; `make` fills it if it is not there or not whole. `usable` tells
+    what is not a causal language model whole.
 
     Processes that want it at the same time wait for the one that makes it. A killed one leaves nothing that is used.
     """
-    target = cache_directory() / "models" / name
-    if _usable(target):
+    target, whole = cache_directory() / "models" / name, usable or _usable
+    if whole(target):
         return target
     with _lock(target):
-        if not _usable(target):
+        if not whole(target):
             for leftover in (target, *target.parent.glob(f".{target.name}.*.part")):
                 shutil.rmtree(leftover, ignore_errors=True)
             report(f"{what}, once: {target}")
