@@ -32,6 +32,7 @@ from understudy.queue import MemoryQueue
 from understudy.queue.contract import SampleQueue
 from understudy.rollout import EpisodeDone, Order, Rollout
 from understudy.routing import Router
+from understudy.runtime.memory import collect_rarely
 from understudy.scoring import EpisodeScorer
 from understudy.teachers.client import ResidentTeacher, TeacherClient
 from understudy.teachers.pool import TeacherPool
@@ -145,6 +146,7 @@ async def rounds(queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[in
 
 
 def embedded() -> dict[int, Cost]:
+    collect_rarely()  # as every process of a run does
     queue = MemoryQueue()
     rollout = make_rollout(queue)
     return asyncio.run(rounds(queue, lambda prompts: run_prompts(rollout, prompts)))
@@ -155,6 +157,7 @@ class Worker:
 
     def __init__(self, queue: SampleQueue) -> None:
         torch.set_num_threads(1)
+        collect_rarely()
         self.rollout = make_rollout(queue)
 
     async def run(self, prompts: list[Prompt]) -> int:
@@ -187,6 +190,7 @@ def show(name: str, costs: dict[int, Cost]) -> None:
 
 
 def profile() -> None:
+    collect_rarely()
     queue = MemoryQueue()
     rollout = make_rollout(queue)
     with cProfile.Profile() as profiler:

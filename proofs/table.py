@@ -8,8 +8,24 @@ import re
 from pathlib import Path
 from typing import Any
 
-UNRELATED = ("cli.py", "plan.py", "export.py", "certify", "record")
+UNRELATED = ("cli.py", "plan.py", "plan_cluster.py", "plan_memory.py", "export.py", "certify", "record")
 """Parts of the package that no training run depends on."""
+PAINTING = (
+    "agent_loop/diffusion.py",
+    "algorithms/flow.py",
+    "build_flow.py",
+    "engines/diffusion.py",
+    "evaluate_pictures.py",
+    "learner/flow.py",
+    "losses/flow.py",
+    "models/digits.py",
+    "models/flow/",
+    "models/shapes.py",
+    "policy/flow.py",
+)
+"""Parts that a run over text does not load."""
+CLUSTER = ("distributed.py", "hosts.py", "queue/transfer", "queue/clerk.py", "runtime/ray.py", "runtime/placement.py")
+"""Parts that an embedded run does not load."""
 
 
 def fingerprint(root: Path, recipes: list[str]) -> str:
@@ -22,7 +38,6 @@ def fingerprint(root: Path, recipes: list[str]) -> str:
 
 def _files(root: Path, recipes: list[str]) -> list[Path]:
     package = root / "src" / "understudy"
-    code = [p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in UNRELATED]
     found: set[Path] = set()
     waiting = [root / "recipes" / f"{name}.yaml" for name in recipes]
     while waiting:
@@ -33,6 +48,13 @@ def _files(root: Path, recipes: list[str]) -> list[Path]:
         if path.suffix == ".yaml":
             named = re.findall(r"[\w./-]+\.(?:yaml|jsonl|py)\b", path.read_text(encoding="utf-8"))
             waiting += [(path.parent / name).resolve() for name in named]
+    said = "".join(path.read_text(encoding="utf-8") for path in found if path.suffix == ".yaml")
+    unused = (
+        *UNRELATED,
+        *(() if "modality: diffusion" in said else PAINTING),
+        *(() if "runtime: ray" in said else CLUSTER),
+    )
+    code = [p for p in package.rglob("*.py") if not p.relative_to(package).as_posix().startswith(unused)]
     return sorted({*code, *found})
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import limits, opd_step, protocol, report, sides, stats  # noqa: E402
+from bench import flow_step, limits, opd_step, protocol, report, sides, stats  # noqa: E402
 
 MACHINE = {"load_before": 0.0}
 
@@ -108,6 +108,37 @@ def test_shipped_prompts_are_distinct_and_fill_whole_steps() -> None:
     lines = (ROOT / "bench" / "prompts.txt").read_text(encoding="utf-8").splitlines()
     assert len(set(lines)) == len(lines)
     protocol.Work("t", "s", tuple(lines))
+
+
+def test_flow_iterations_are_compared_by_medians_and_by_neighbours() -> None:
+    ours, flat = ([flow_step.Spent(wall, wall) for wall in walls] for walls in ([1.1, 2.2, 9.0], [1.0, 2.0, 3.0]))
+    timed = flow_step.Timed(ours, flat)
+    assert timed.ratio() == pytest.approx(2.2 / 2.0)
+    assert timed.ratio_of_pairs() == pytest.approx(1.1)
+    console = Console(file=io.StringIO(), width=160, record=True)
+    flow_step.show(timed, console)
+    text = console.export_text()
+    assert "flat script" in text
+    assert "1.100 times as long" in text
+    assert "above 1.05" in text
+
+
+def test_both_flow_sides_do_the_same_work() -> None:
+    from bench import flow_flat
+
+    from understudy.config.diffusion import DiffusionConfig, FlowGrpo
+    from understudy.config.load import load
+
+    config = load(flow_step.RECIPE, flow_step.SAME_WORK).config
+    assert isinstance(config, DiffusionConfig)
+    assert isinstance(config.algorithm, FlowGrpo)
+    assert (config.prompts_per_step, config.rollout.samples) == (flow_flat.PROMPTS, flow_flat.GROUP)
+    assert (config.rollout.steps, config.rollout.noise_level) == (flow_flat.STEPS, flow_flat.NOISE)
+    assert config.rollout.trained == flow_flat.STEPS - 1
+    assert config.optimizer.micro_batch_steps == flow_flat.PROMPTS * flow_flat.GROUP
+    assert config.algorithm.epochs * config.algorithm.minibatches == flow_flat.UPDATES
+    assert (config.optimizer.lr, config.algorithm.clip) == (flow_flat.LR, flow_flat.CLIP)
+    assert list(config.rewards) == ["classifier"]
 
 
 SMOLLM = {

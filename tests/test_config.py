@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from understudy.config import Config, ConfigError, Mistake, dump, load
-from understudy.config.load import inline_yaml, leaves
+from understudy.config.load import leaves
 from understudy.config.pools import pool_members
 from understudy.config.schema import (
     Checkpoint,
@@ -31,6 +31,7 @@ from understudy.config.schema import (
     Validation,
 )
 from understudy.config.show import Row, _is_read, plain, show, table
+from understudy.config.tree import inline_yaml
 from understudy.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -272,7 +273,7 @@ def test_messages_are_in_plain_words(override: str, message: str) -> None:
 def test_an_unknown_key_answers_with_the_one_that_was_meant(key: str, meant: str | None) -> None:
     message = only_mistake(write("a.yaml"), f"{key}=1").message
     if meant is None:
-        assert message.startswith("unknown key; this section has name, out, seed")
+        assert message.startswith("unknown key; this section has name, out, modality, seed")
     else:
         assert message == f"unknown key; did you mean {meant}?"
 

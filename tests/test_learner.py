@@ -25,7 +25,8 @@ from understudy.data.trajectory import Batch, Key
 from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
 from understudy.engines.torch_lm import TorchEngine
 from understudy.learner.optimizer import build_optimizer
-from understudy.learner.update import Limits, NonFiniteLoss, accumulate, measure, summarise, update
+from understudy.learner.text import Limits
+from understudy.learner.update import NonFiniteLoss, accumulate, measure, summarise, update
 from understudy.losses import distillation
 from understudy.losses.contract import LossSum, ModelOut
 from understudy.models.causal_lm import CausalLM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,22 @@ def test_the_page_of_the_docs_is_made_from_the_records() -> None:
         pytest.skip("no proof has been run yet")
     page = (ROOT / "docs" / "proofs.md").read_text()
     assert page.replace(", stale", "") == table.page(ROOT).replace(", stale", "")
+
+
+def test_a_run_over_text_in_one_process_loads_nothing_that_its_record_does_not_depend_on(tmp_path: Path) -> None:
+    """Otherwise a change there would not mark the record stale."""
+    code = (
+        "import sys, tiny, understudy; from pathlib import Path; root = Path(sys.argv[1]); tiny.settings(root)\n"
+        "understudy.train(tiny.config(root, name='small', steps=1))\n"
+        "print(*sorted(n.removeprefix('understudy.').replace('.', '/') for n in sys.modules if 'understudy.' in n))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT / "tests", capture_output=True, text=True, check=True
+    )
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "train" in loaded
+    assert "losses/distillation" in loaded
+    left_out = (*table.PAINTING, *table.CLUSTER)
+    assert [name for name in loaded if f"{name}.py".startswith(left_out)] == []
+    everything = [p.relative_to(ROOT / "src/understudy").as_posix() for p in (ROOT / "src/understudy").rglob("*.py")]
+    assert [part for part in left_out if not any(name.startswith(part) for name in everything)] == [], "no such file"

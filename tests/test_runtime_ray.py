@@ -1,17 +1,25 @@
-"""Calls to several processes at once: who fails is heard, who is late is named."""
+"""Processes on a cluster of two nodes, and calls to several at once: who fails is heard, who is late is named."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import sys
+from collections.abc import Iterator
 
 import pytest
+import ray
+from ray.cluster_utils import Cluster as Nodes
 
+from understudy.config.schema import Pool
+from understudy.config.schema import Ray as Settings
 from understudy.data.trajectory import Key
 from understudy.errors import UserError
 from understudy.learner.update import NonFiniteLoss
 from understudy.runtime.contract import ReplicaGone
-from understudy.runtime.ray import all_within
+from understudy.runtime.placement import QUEUE_CPUS
+from understudy.runtime.ray import Cluster, all_within
 
 
 async def soon() -> None:
@@ -47,3 +55,64 @@ def test_errors_travel_whole() -> None:
     keys = (Key("train", 1, 0, 0, 0),)
     loss = pickle.loads(pickle.dumps(NonFiniteLoss("the loss is not finite", keys)))
     assert (str(loss), loss.keys) == ("the loss is not finite", keys)
+
+
+POOLS = {
+    "small": Pool(replicas=3),
+    "large": Pool(devices=3),
+    "wide": Pool(devices=4, straddle=True),
+    "seeing": Pool(replicas=2, device="gpu"),
+}
+
+
+class Guest:
+    """Says where it is."""
+
+    async def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def gpus(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+class Unwilling:
+    def __init__(self) -> None:
+        raise UserError("the model is not there")
+
+    async def node(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes that call themselves so; one says that it has two GPUs. Replicas fill both to the last device."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
+    nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4 + QUEUE_CPUS, "include_dashboard": False})
+    nodes.add_node(num_cpus=6 + QUEUE_CPUS, num_gpus=2)
+    try:
+        found = Cluster(Settings(address=nodes.address), POOLS)
+        yield found
+        found.close()
+    finally:
+        nodes.shutdown()
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def test_replicas_live_on_the_nodes_that_were_chosen_for_them_and_see_their_gpus(cluster: Cluster) -> None:
+    assert len({share.node for where in cluster.placement.places for share in where.shares}) == 2
+    guests = {
+        (where.bundle.pool, where.bundle.replica): cluster.spawn(
+            Guest, "guest", where.bundle.pool, where.bundle.replica
+        )
+        for where in cluster.placement.places
+    }
+    for where in cluster.placement.places:
+        lives = guests[where.bundle.pool, where.bundle.replica].ask("node")
+        assert where.bundle.straddle or [lives] == [share.node for share in where.shares]
+    assert sorted(guests["seeing", replica].ask("gpus") for replica in range(2)) == ["0", "1"]
+
+
+def test_whoever_cannot_start_says_why(cluster: Cluster) -> None:
+    guest = cluster.spawn(Unwilling, "student, replica 0", None, 0)
+    with pytest.raises(ReplicaGone, match=r"student, replica 0 could not start: .*the model is not there$") as raised:
+        guest.ask("node")
+    assert raised.value.for_good

@@ -18,7 +18,7 @@ from understudy.algorithms.distill import SupervisedLoss
 from understudy.algorithms.objectives import OBJECTIVES, register_objective
 from understudy.algorithms.policy import ClippedLoss
 from understudy.cli import main
-from understudy.config import schema
+from understudy.config import algorithms, schema
 from understudy.config.load import ConfigError, load
 from understudy.config.schema import Config
 from understudy.config.show import show
@@ -28,8 +28,8 @@ from understudy.signals import (
     build_algorithm,
     part_means,
     policy_settings,
-    prompt_text,
     reward_judge,
+    written,
     reward_pool,
     schedule,
 )
@@ -116,7 +116,7 @@ def test_every_objective_that_the_schema_takes_is_built() -> None:
 
 def test_the_schema_and_the_registry_name_the_same_objectives() -> None:
     assert set(schema.OBJECTIVES) <= set(OBJECTIVES)
-    assert {name for name in schema.OBJECTIVES if OBJECTIVES[name].sees == "token"} == set(schema.SAMPLED)
+    assert {name for name in schema.OBJECTIVES if OBJECTIVES[name].sees == "token"} == set(algorithms.SAMPLED)
 
 
 def test_distillation_with_task_rewards_has_two_losses() -> None:
@@ -222,7 +222,7 @@ def test_a_reward_that_the_loop_gave_is_not_judged_again() -> None:
     row = Trajectory(torch.tensor([1]), torch.tensor([True]), torch.zeros(1), torch.zeros(1, dtype=torch.int32))
     prompt = Prompt(uid=0, row=1, source="p.jsonl", messages=(Message("user", "hi"),))
     episode = Episode(EpisodeKey("train", 0, 0), prompt, (row, replace(row, reward=0.75)))
-    judge = reward_judge(pool, ("right",), lambda ids: "text")
+    judge = reward_judge(pool, ("right",), written(lambda ids: "text"))
     columns = asyncio.run(judge(episode))  # type: ignore[arg-type]
     assert float(columns["reward"]) == 0.75
     assert columns["reward_parts"].isnan().tolist() == [True]
@@ -232,16 +232,16 @@ def test_a_reward_that_the_loop_gave_is_not_judged_again() -> None:
 
 def test_parts_of_rewards_are_means_over_episodes_that_have_them() -> None:
     parts = torch.tensor([[1.0, 0.0], [float("nan"), float("nan")], [0.0, 0.0]])
-    assert part_means(parts, ("right", "gold")) == {"reward_right": 0.5, "reward_gold": 0.0}
-    assert part_means(parts[:, :1], ("right",)) == {}, "one reward is the reward"
+    assert part_means(parts, {"right": 1.0, "gold": 0.0}) == {"reward_right": 0.5, "gold": 0.0}
+    assert part_means(parts[:, :1], {"right": 1.0}) == {}, "one reward is the reward"
 
 
 def test_a_prompt_is_read_by_its_last_user_message() -> None:
     messages = (Message("system", "be"), Message("user", "one"), Message("assistant", "so"), Message("user", "two"))
     prompt = Prompt(uid=0, row=1, source="p.jsonl", messages=messages)
-    assert prompt_text(prompt) == "two"
-    assert prompt_text(replace(prompt, messages=messages[:1])) == "be"
-    assert prompt_text(replace(prompt, text="plain")) == "plain"
+    assert prompt.request == "two"
+    assert replace(prompt, messages=messages[:1]).request == "be"
+    assert replace(prompt, text="plain").request == "plain"
 
 
 # ── what the schema refuses ──────────────────────────────────────────────────────────────────────────────────────────

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from understudy import build
 from understudy.algorithms.contract import Algorithm
 from understudy.backstage import Backstage, Embedded
 from understudy.build import Report, silent
-from understudy.config.schema import Config, TextSampling
+from understudy.config.diffusion import DiffusionConfig
+from understudy.config.schema import Config, RunConfig, TextSampling
 from understudy.data.prompts import PromptSet, PromptStream, load_prompts
-from understudy.engines.contract import GenerateRequest, Generation, Sampling, Want
+from understudy.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling, Want
+from understudy.learning import Learner
 from understudy.models.tokenizers import SafeTokenizer
 from understudy.optimizer_state import seed_rng
 from understudy.queue.contract import CountingQueue
 from understudy.queue.memory import MemoryQueue
+from understudy.rewards.pool import RewardPool
 from understudy.rollout import Order, Rollout, Rollouts
 from understudy.routing import Router
-from understudy.signals import reward_pool
+from understudy.signals import painted, reward_pool
 from understudy.teachers.client import TeacherClient
 from understudy.teachers.pool import TeacherPool
 
@@ -27,8 +31,9 @@ from understudy.teachers.pool import TeacherPool
 class Parts:
     """Everything a run consists of."""
 
-    config: Config
-    tokenizer: SafeTokenizer
+    config: RunConfig
+    tokenizer: SafeTokenizer | None
+    """of a student that writes"""
     algorithm: Algorithm
     teachers: TeacherClient
     queue: CountingQueue
@@ -38,6 +43,8 @@ class Parts:
     heldout: PromptSet | None
 
     def sampling(self, settings: TextSampling, *, training: bool = False) -> Sampling:
+        """How text is drawn."""
+        assert self.tokenizer is not None
         wants_own = training and self.algorithm.payload in ("student_top_k", "union")
         return Sampling(
             top_ids=self.algorithm.top_k if wants_own else 0,
@@ -52,24 +59,73 @@ class Parts:
 
     def training_order(self, step: int, version: int) -> Order:
         """What a step asks of its episodes, and of teachers for the algorithm."""
-        payload, settings = self.algorithm.payload, self.config.rollout
+        sampling, want = self._asked(step)
+        return Order("train", self.config.rollout.samples, sampling, want, self.config.seed, step, version)
+
+    def _asked(self, step: int) -> tuple[Sampling | Painting, Want]:
+        config, payload = self.config, self.algorithm.payload
+        if isinstance(config, DiffusionConfig):
+            from understudy import build_flow
+
+            return build_flow.training_painting(config, self.algorithm, step), build_flow.want(self.algorithm)
+        assert isinstance(config, Config)
         want = Want(
             sampled=payload not in ("full", "none"),
             top_k=self.algorithm.top_k if payload in ("top_k", "union") else 0,
             given=payload in ("student_top_k", "union"),
             hidden=payload == "full",
         )
-        sampling = self.sampling(settings, training=True)
-        return Order("train", settings.samples, sampling, want, self.config.seed, step, version)
+        return self.sampling(config.rollout, training=True), want
 
 
-def assemble(config: Config, report: Report = silent) -> Parts:
+def assemble(config: RunConfig, report: Report = silent) -> Parts:
     """Load models and data, check that they fit together, and connect the parts."""
     build.enter(config)
     if config.runtime == "ray":
         from understudy.distributed import assemble_on_ray
 
         return assemble_on_ray(config, report)
+    queue, rewards = MemoryQueue(), reward_pool(config)
+    stage = (_writers if isinstance(config, Config) else _painters)(config, queue, rewards, report)
+    router = Router("student", [stage.student])
+
+    async def send(request: GenerateRequest | PaintRequest) -> Generation | Painted:
+        return await router.call(request.order[:2], lambda replica: replica.generate(request))
+
+    seed_rng(config.seed)  # nothing of ours draws from the global generators, but plugins may
+    return Parts(
+        config=config,
+        tokenizer=stage.tokenizer,
+        algorithm=stage.learner.algorithm,
+        teachers=stage.client,
+        queue=queue,
+        rollout=Rollout(build.loops(config, stage.tokenizer, send), stage.judges),
+        backstage=Embedded(
+            stage.learner, stage.student, stage.teachers, stage.reference, rewards, config.engine.score_every
+        ),
+        stream=PromptStream(stage.prompts.train, config.seed, config.data.shuffle),
+        heldout=stage.prompts.heldout,
+    )
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The parts that differ between students that write and students that paint."""
+
+    prompts: Prompts
+    tokenizer: SafeTokenizer | None
+    client: TeacherClient
+    judges: build.Judges
+    learner: Learner
+    student: Any
+    """an engine that shares the learner's weights"""
+    teachers: dict[str, Any]
+    """their engines"""
+    reference: Any = None
+
+
+def _writers(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None, report: Report) -> _Stage:
+    assert isinstance(config, Config)
     prompts = Prompts.load(config)
     tokenizer = SafeTokenizer.load(config.student.path, report)
     student, _ = build.student_model(config, report)
@@ -84,30 +140,30 @@ def assemble(config: Config, report: Report = silent) -> Parts:
     pools = {name: TeacherPool(name, [engine]) for name, engine in teachers.items()}
     client = build.teacher_client(config, pools, tokenizers)
     build.check_prompts(config, prompts.sets, tokenizer, client)
-    queue, rewards = MemoryQueue(), reward_pool(config)
     heads = [build.teacher_head(config, name, model.head, vocabulary) for name, model in models.items()]
     learner = build.learner(config, student, heads, queue, vocabulary, report=report)
     engine = build.student_engine(config, student, tokenizer, vocabulary)
     reference = build.reference_engine(config, vocabulary, report) if build.has_reference(config) else None
-    router = Router("student", [engine])
+    judges = build.Judges(config, build.text_of(tokenizer), queue, client, reference, rewards)
+    return _Stage(prompts, tokenizer, client, judges, learner, engine, dict(teachers), reference)
 
-    async def send(request: GenerateRequest) -> Generation:
-        return await router.call(request.order[:2], lambda replica: replica.generate(request))
 
-    seed_rng(config.seed)  # nothing of ours draws from the global generators, but plugins may
-    return Parts(
-        config=config,
-        tokenizer=tokenizer,
-        algorithm=learner.algorithm,
-        teachers=client,
-        queue=queue,
-        rollout=Rollout(
-            build.loops(config, tokenizer, send), build.Judges(config, tokenizer, queue, client, reference, rewards)
-        ),
-        backstage=Embedded(learner, engine, teachers, reference, rewards, config.engine.score_every),
-        stream=PromptStream(prompts.train, config.seed, config.data.shuffle),
-        heldout=prompts.heldout,
-    )
+def _painters(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None, report: Report) -> _Stage:
+    from understudy import build_flow  # runs over text do without it
+
+    assert isinstance(config, DiffusionConfig)
+    prompts = Prompts.load(config)
+    student = build_flow.student_model(config, report)
+    teachers = {
+        name: build_flow.teacher_engine(config, name, build_flow.teacher_model(config, name, report))
+        for name in config.teachers
+    }
+    client = build.teacher_client(config, {name: TeacherPool(name, [e]) for name, e in teachers.items()}, {})
+    build.check_routes(prompts.sets, client)
+    judges = build.Judges(config, painted, queue, client, None, rewards)
+    learner = build_flow.learner(config, student, queue)
+    engine = build_flow.student_engine(config, student)
+    return _Stage(prompts, None, client, judges, learner, engine, dict(teachers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +174,7 @@ class Prompts:
     heldout: PromptSet | None
 
     @classmethod
-    def load(cls, config: Config) -> Prompts:
+    def load(cls, config: RunConfig) -> Prompts:
         heldout = load_prompts(config.data, config.data.validation) if config.data.validation else None
         return cls(load_prompts(config.data, config.data.train), heldout)
 

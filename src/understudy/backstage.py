@@ -15,7 +15,6 @@ from torch import Tensor
 from understudy.checkpoint import Best, Checkpoint, CheckpointStore
 from understudy.data.ragged import Ragged
 from understudy.engines.contract import GenerateRequest, Generation
-from understudy.engines.torch_lm import TorchEngine
 from understudy.learner.ranks import alone
 from understudy.learning import Learner, Schedule, Trainable
 from understudy.models.weights import copy_named
@@ -50,6 +49,9 @@ class Backstage(Protocol):
     async def publish(self, version: int) -> None:
         """Engines have the learner's weights when this returns."""
 
+    def averaged(self, version: int) -> AbstractAsyncContextManager[None]:
+        """Inside, engines have the running mean of the weights, if the recipe keeps one; `version` is theirs now."""
+
     async def write(self, teacher: str, request: GenerateRequest) -> Generation:
         """A teacher continues a text."""
 
@@ -74,15 +76,16 @@ class Embedded:
     """All of it in this process."""
 
     learner: Learner
-    student: TorchEngine
+    student: Any
     """shares the learner's weights"""
-    teachers: dict[str, TorchEngine]
-    reference: TorchEngine | None
+    teachers: dict[str, Any]
+    reference: Any
     rewards: RewardPool | None
     score_every: int
 
     @property
-    def engines(self) -> list[TorchEngine]:
+    def engines(self) -> list[Any]:
+        """TorchEngine or DiffusionEngine: what they have in common is the engine contract, counts and ticks."""
         reference = [self.reference] if self.reference is not None else []
         return [self.student, *self.teachers.values(), *reference]
 
@@ -110,8 +113,17 @@ class Embedded:
     async def publish(self, version: int) -> None:
         await publish([self.student], version, None)
 
+    @asynccontextmanager
+    async def averaged(self, version: int) -> AsyncIterator[None]:
+        self.learner.student.swap()
+        try:
+            yield
+        finally:
+            self.learner.student.swap()
+
     async def write(self, teacher: str, request: GenerateRequest) -> Generation:
-        return await self.teachers[teacher].generate(request)
+        answer: Generation = await self.teachers[teacher].generate(request)
+        return answer
 
     async def seconds(self) -> tuple[float, float]:
         return take_seconds(self.engines)
@@ -138,7 +150,7 @@ class Embedded:
         return found
 
 
-def take_seconds(engines: Sequence[TorchEngine]) -> tuple[float, float]:
+def take_seconds(engines: Sequence[Any]) -> tuple[float, float]:
     """Seconds of generation and of scoring since this was last asked."""
     generate = sum(engine.counts.generate_seconds for engine in engines)
     score = sum(engine.counts.score_seconds for engine in engines)
@@ -155,6 +167,8 @@ def learner_state(learner: Learner) -> tuple[dict[str, dict[str, Tensor]], dict[
     for name, trainable in _trainables(learner).items():
         tensors[f"{name}optimizer"], state[f"{name}optimizer"] = pack_optimizer(trainable.optimizer, trainable.named)
         tensors[name.rstrip("_") or "model"] = {key: p.detach() for key, p in trainable.named}
+    if learner.student.average:
+        tensors["average"] = learner.student.average
     return tensors, state
 
 
@@ -163,6 +177,8 @@ def restore_learner(learner: Learner, found: Checkpoint) -> None:
         copy_named(trainable.named, found.tensors[name.rstrip("_") or "model"])
         key = f"{name}optimizer"
         unpack_optimizer(trainable.optimizer, list(trainable.named), found.tensors[key], found.state[key])
+    for name, kept in learner.student.average.items():
+        kept.copy_(found.tensors["average"][name])
     unpack_rng(found.tensors["rng"], found.state["rng"])
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from understudy.agent_loop import single_turn  # noqa: F401  # registers the loop
-from understudy.agent_loop.contract import LOOPS, Tokenizer, derive_seed, render_prompt
+from understudy.agent_loop.contract import LOOPS, Send, Tokenizer, derive_seed, render_prompt
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import TeacherHead
 from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
-from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement
+from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement, RunConfig
 from understudy.data.prompts import PromptSet
 from understudy.data.trajectory import Key, Prompt, Trajectory
-from understudy.engines.contract import GenerateRequest, Generation, ScoreRequest, Want
+from understudy.engines.contract import ScoreRequest, Want
 from understudy.engines.torch_lm import TorchEngine
 from understudy.errors import UserError
 from understudy.learner.optimizer import build_optimizer
 from understudy.learner.ranks import Ranks, alone
-from understudy.learner.update import Limits
+from understudy.learner.text import Limits
 from understudy.learning import Learner, Trainable
 from understudy.models.attention import NAME as ATTENTION
 from understudy.models.causal_lm import CausalLM, OutputHead
@@ -38,9 +38,9 @@ from understudy.models.weights import trainable
 from understudy.policy.text import log_probs
 from understudy.queue.contract import SampleQueue
 from understudy.rewards.pool import RewardPool
-from understudy.runtime.memory import keep_freed_memory
+from understudy.runtime.memory import collect_rarely, keep_freed_memory
 from understudy.scoring import EpisodeScorer, Judge
-from understudy.signals import build_algorithm, reward_judge
+from understudy.signals import Made, build_algorithm, reward_judge, written
 from understudy.teachers.client import ResidentTeacher, TeacherClient, own_context, runs
 from understudy.teachers.pool import Scorer, TeacherPool
 
@@ -56,9 +56,10 @@ def silent(line: str) -> None:
     """A report that nobody reads."""
 
 
-def enter(config: Config) -> None:
+def enter(config: RunConfig) -> None:
     """What every process of a run does first."""
     keep_freed_memory()
+    collect_rarely()
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     for plugin in config.plugins:
         load_plugin(plugin)
@@ -86,17 +87,18 @@ def load_plugin(path: str) -> None:
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def student_model(config: Config, report: Report = silent) -> tuple[CausalLM, nn.Module]:
+def student_model(config: Config, report: Report = silent, device: str = "cpu") -> tuple[CausalLM, nn.Module]:
     """The student, and the module that is saved as it: with its adapter, if it has one."""
-    model = load_causal_lm(config.student, attention=ATTENTION, progress=report)
+    model = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)
     saved: nn.Module = model
     if config.student.lora is not None:
         saved = apply_lora(model, config.student.lora, config.seed)
     return CausalLM(model), saved
 
 
-def teacher_model(config: Config, name: str, report: Report = silent) -> CausalLM:
-    return _frozen(CausalLM(load_causal_lm(config.teachers[name], attention=ATTENTION, progress=report)))
+def teacher_model(config: Config, name: str, report: Report = silent, device: str = "cpu") -> CausalLM:
+    model = load_causal_lm(config.teachers[name], device=device, attention=ATTENTION, progress=report)
+    return _frozen(CausalLM(model))
 
 
 def shared_vocabulary(
@@ -152,13 +154,13 @@ def teacher_engine(config: Config, name: str, model: CausalLM, vocabulary: int) 
     )
 
 
-def has_reference(config: Config) -> bool:
+def has_reference(config: RunConfig) -> bool:
     return isinstance(config.algorithm, Reinforcement) and config.algorithm.kl > 0
 
 
-def reference_engine(config: Config, vocabulary: int, report: Report = silent) -> TorchEngine:
+def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> TorchEngine:
     """The student as it was before training."""
-    model = _frozen(CausalLM(load_causal_lm(config.student, attention=ATTENTION, progress=report)))
+    model = _frozen(CausalLM(load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)))
     temperature = config.rollout.temperature or 1.0
     return TorchEngine(model, context=config.engine.context, temperature=temperature, vocabulary=vocabulary)
 
@@ -181,7 +183,7 @@ def learner(
     report: Report = silent,
 ) -> Learner:
     spread(student)
-    critic = critic_model(config, report)
+    critic = critic_model(config, report, str(student.device))
     if critic is not None:
         spread(critic)
     return Learner(
@@ -189,7 +191,7 @@ def learner(
         student=_trainable(student, config.optimizer),
         critic=_trainable(critic, _critic_optimizer(config)) if critic is not None else None,
         queue=queue,
-        limits=Limits(
+        cut=Limits(
             micro_batch_tokens=config.optimizer.micro_batch_tokens,
             logit_tokens=config.optimizer.logit_tokens,
             temperature=config.rollout.temperature or 1.0,
@@ -201,11 +203,11 @@ def learner(
     )
 
 
-def critic_model(config: Config, report: Report) -> CausalLM | None:
+def critic_model(config: Config, report: Report, device: str = "cpu") -> CausalLM | None:
     """A copy of the student with a value head in place of the output head."""
     if not isinstance(config.algorithm, Ppo):
         return None
-    critic = CausalLM(load_causal_lm(config.student, attention=ATTENTION, progress=report))
+    critic = CausalLM(load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report))
     if critic.head.linear.weight is not critic.model.get_input_embeddings().weight:
         critic.head.linear.weight.requires_grad_(False)  # nobody asks a critic for tokens
     critic.add_value_head()
@@ -238,10 +240,10 @@ def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -
 # ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def loops(
-    config: Config, tokenizer: Tokenizer, send: Callable[[GenerateRequest], Awaitable[Generation]]
-) -> RolloutManager:
+def loops(config: RunConfig, tokenizer: Tokenizer | None, send: Send) -> RolloutManager:
     """Agent loops that send their requests there."""
+    if config.modality == "diffusion":
+        from understudy.agent_loop import diffusion  # noqa: F401  # registers the loop
     known = {name: build() for name, build in LOOPS.items()}
     if config.rollout.agent_loop not in known:
         names = ", ".join(sorted(known))
@@ -251,21 +253,27 @@ def loops(
 
 
 def teacher_client(
-    config: Config, pools: Mapping[str, TeacherPool], tokenizers: Mapping[str, SafeTokenizer]
+    config: RunConfig, pools: Mapping[str, TeacherPool], tokenizers: Mapping[str, SafeTokenizer]
 ) -> TeacherClient:
+    """`tokenizers`: of teachers that read text."""
     residents = {
-        name: ResidentTeacher(pools[name], index, tokenizers[name], settings.system_prompt)
+        name: ResidentTeacher(pools[name], index, tokenizers.get(name), getattr(settings, "system_prompt", None))
         for index, (name, settings) in enumerate(config.teachers.items())
     }
     return TeacherClient(residents, config.data.teacher_column)
+
+
+def text_of(tokenizer: SafeTokenizer) -> Made:
+    """What a trajectory of tokens made."""
+    return written(partial(tokenizer.decode, skip_special=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Judges:
     """Everyone who says something about an episode."""
 
-    config: Config
-    tokenizer: SafeTokenizer
+    config: RunConfig
+    made: Made
     queue: SampleQueue
     teachers: TeacherClient
     reference: Scorer | None
@@ -274,16 +282,14 @@ class Judges:
     def __call__(self, want: Want, training: bool) -> EpisodeScorer:
         """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
         found: list[Judge] = []
-        if self.teachers.teachers:
+        if self.teachers.teachers and want != Want():
             found.append(lambda key, prompt, row: self.teachers.score(key, prompt, row, want))
         if training and self.reference is not None:
             found.append(_reference_judge(self.reference))
         if self.rewards is None:
             return EpisodeScorer(self.queue, tuple(found))
-        decode = partial(self.tokenizer.decode, skip_special=True)
-        return EpisodeScorer(
-            self.queue, tuple(found), (reward_judge(self.rewards, tuple(self.config.rewards), decode),)
-        )
+        judge = reward_judge(self.rewards, tuple(self.config.rewards), self.made)
+        return EpisodeScorer(self.queue, tuple(found), (judge,))
 
 
 def _reference_judge(engine: Scorer) -> Judge:
@@ -319,6 +325,15 @@ def check_prompts(config: Config, sets: Sequence[PromptSet], tokenizer: SafeToke
     if mistakes:
         more = f"\n  … and {len(mistakes) - 10} more" if len(mistakes) > 10 else ""
         raise UserError("\n  ".join([f"{len(mistakes)} prompts cannot be used:", *mistakes[:10]]) + more)
+
+
+def check_routes(sets: Sequence[PromptSet], client: TeacherClient) -> None:
+    """Rows that name no teacher of this run, or a loop that nobody registered, before the run starts."""
+    for prompt in (p for prompts in sets for p in prompts[:CHECKED_PROMPTS]):
+        if client.teachers:
+            client.route(prompt)
+        if prompt.agent_loop is not None and prompt.agent_loop not in LOOPS:
+            raise UserError(f"{prompt}: no agent loop is named {prompt.agent_loop!r}")
 
 
 def _unanswered(tokens: Tensor) -> Trajectory:

@@ -97,8 +97,11 @@ def plan_command(args: argparse.Namespace) -> int:
 
     nodes = describe_cluster(args.cluster) if args.cluster is not None else None
     config = load(args.recipe, [*args.overrides, *(["runtime=ray"] if nodes else [])]).config
+    from understudy.config.schema import Config
     from understudy.plan import plan, show
 
+    if not isinstance(config, Config):
+        raise UserError(f"{args.recipe}: plans are drawn for students that write; this one paints")
     planned = plan(config, nodes)
     if args.json:
         import json

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from understudy import build
+from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, Prompts
 from understudy.backstage import Learnt
 from understudy.build import Report as Say
 from understudy.checkpoint import Best, Checkpoint, CheckpointStore
 from understudy.config.pools import pool_members
-from understudy.config.schema import Config
+from understudy.config.schema import RunConfig
 from understudy.data.prompts import PromptStream
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import GroupKey, Prompt
@@ -37,7 +37,6 @@ from understudy.hosts import (
     Engines,
     LearnerHost,
     Report,
-    Role,
     Setting,
     Started,
     WorkerHost,
@@ -45,8 +44,6 @@ from understudy.hosts import (
 )
 from understudy.learner.packing import deal, in_order
 from understudy.learning import Schedule
-from understudy.models.heads import head_vocabulary
-from understudy.models.tokenizers import SafeTokenizer
 from understudy.queue.contract import BatchRef
 from understudy.queue.transfer_queue import TransferSampleQueue
 from understudy.queue.transfer_queue import start as start_queue
@@ -55,7 +52,7 @@ from understudy.rollout import EpisodeDone, Order
 from understudy.runtime.contract import ReplicaGone
 from understudy.runtime.ray import Cluster, Remote, all_within
 from understudy.signals import build_algorithm
-from understudy.teachers.pool import TeacherPool
+from understudy.stages import Role
 
 WINDOW = 0.005
 """Seconds in which writes of one process to the queue may join."""
@@ -136,7 +133,7 @@ class RemoteRollout:
 class Distributed:
     """Student, teachers and learner in processes of their own."""
 
-    config: Config
+    config: RunConfig
     cluster: Cluster
     board: Remote
     engines: Engines
@@ -156,10 +153,13 @@ class Distributed:
     async def _ready(self) -> None:
         """Everything loads at the same time."""
         deadline = self.config.ray.request_deadline
-        address = await self.ranks[0].call("address")
-        ready = {remote.name: remote.call("ready") for remote in (*self.engines.all(), *self.workers)}
-        ready |= {rank.name: rank.call("ready", address) for rank in self.ranks}
-        await all_within(ready, deadline, "starting")
+        try:
+            address = await self.ranks[0].call("address")
+            ready = {remote.name: remote.call("ready") for remote in (*self.engines.all(), *self.workers)}
+            ready |= {rank.name: rank.call("ready", address) for rank in self.ranks}
+            await all_within(ready, deadline, "starting")
+        except ReplicaGone as error:
+            raise UserError(f"the run cannot start: {error}") from error
 
     def close(self) -> None:
         self.queue.close()
@@ -196,6 +196,18 @@ class Distributed:
         except ReplicaGone as error:
             if error.for_good and len(self.engines.student) == 1:
                 raise
+
+    @asynccontextmanager
+    async def averaged(self, version: int) -> AsyncIterator[None]:
+        if not all(await self._ranks("swap")):
+            yield
+            return
+        try:
+            await self.publish(version)
+            yield
+        finally:
+            await self._ranks("swap")
+            await self.publish(version)
 
     async def write(self, teacher: str, request: GenerateRequest) -> Generation:
         answer: Generation = await self.engines.teachers[teacher][0].call("generate", request)
@@ -265,18 +277,11 @@ class Distributed:
             return None
 
 
-def assemble_on_ray(config: Config, report: Say) -> Parts:
+def assemble_on_ray(config: RunConfig, report: Say) -> Parts:
     """Check everything that can be checked, then take places and start processes."""
     prompts = Prompts.load(config)
-    tokenizer = SafeTokenizer.load(config.student.path, report)
-    tokenizers = {name: SafeTokenizer.load(settings.path, report) for name, settings in config.teachers.items()}
-    vocabulary = build.shared_vocabulary(
-        (tokenizer, head_vocabulary(config.student)),
-        {name: (tokenizers[name], head_vocabulary(settings)) for name, settings in config.teachers.items()},
-        report,
-    )
-    nobody_yet = {name: TeacherPool(name, []) for name in config.teachers}
-    build.check_prompts(config, prompts.sets, tokenizer, build.teacher_client(config, nobody_yet, tokenizers))
+    tokenizer, tokenizers = words = stages.words(config, report)
+    vocabulary = stages.checked(config, prompts, words, report)
     cluster = Cluster(config.ray, config.pools)
     try:
         backstage = _spawn(config, cluster, vocabulary)
@@ -296,14 +301,10 @@ def assemble_on_ray(config: Config, report: Say) -> Parts:
     )
 
 
-def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
+def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int) -> Distributed:
     queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
     board = cluster.spawn(Board, BOARD, None, 0)
     homes = Counter(member.pool for member in pool_members(config))
-
-    def setting(pool: str) -> Setting:
-        wanted = config.pools[pool]
-        return Setting(config, vocabulary, wanted.devices if wanted.device == "cpu" else 1)
 
     def replicas(role: Role, teacher: str, title: str, pool: str) -> tuple[Remote, ...]:
         return tuple(
@@ -312,7 +313,7 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
                 f"{title}, replica {number}",
                 pool,
                 number,
-                setting(pool),
+                Setting(config, vocabulary, pool),
                 role,
                 teacher,
                 f"{title}, replica {number}",
@@ -338,7 +339,7 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
             f"rank {rank} of the learner",
             home,
             rank,
-            setting(home),
+            Setting(config, vocabulary, home),
             rank,
             count,
             share=1 / homes[home],
@@ -352,7 +353,7 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
             f"agent-loop worker {number}",
             place,
             number,
-            setting(place),
+            Setting(config, vocabulary, place),
             share=1 / homes[place],
             restarts=config.ray.restarts,
         )
@@ -361,7 +362,7 @@ def _spawn(config: Config, cluster: Cluster, vocabulary: int) -> Distributed:
     return Distributed(config, cluster, board, engines, ranks, workers, queue, RemoteRollout(workers))
 
 
-def _reference_pool(config: Config) -> str:
+def _reference_pool(config: RunConfig) -> str:
     return next(member.pool for member in pool_members(config) if member.name == "reference")
 
 

@@ -11,20 +11,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from understudy.agent_loop.contract import derive_seed, render_prompt
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.algorithms.contract import Episodes
 from understudy.assemble import Parts, assemble
 from understudy.checkpoint import CheckpointStore
-from understudy.config.schema import Config
+from understudy.config.diffusion import DiffusionConfig
+from understudy.config.schema import Config, RunConfig
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
 from understudy.engines.contract import GenerateRequest, Sampling, Want
@@ -33,7 +36,7 @@ from understudy.queue.contract import BatchRef
 from understudy.record.run_directory import EvalSample
 from understudy.rollout import Order
 from understudy.scoring import EpisodeScorer, scoring_tasks
-from understudy.signals import part_means, prompt_text
+from understudy.signals import part_means, reward_weights
 
 BASE = ("tokens", "mask", "behaviour_logp")
 TEACHER = ("teacher_hidden", "teacher_index")
@@ -47,7 +50,38 @@ class Evaluation:
     """One look at the held-out prompts."""
 
     metrics: dict[str, float]
-    samples: list[EvalSample]
+    samples: list[EvalSample] = field(default_factory=list)
+    """what a student that writes answered"""
+    pictures: Pictures | None = None
+    """what one that paints made"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    prompts: list[str]
+    media: Tensor
+    """uint8 [prompts, …]: the first sample of each prompt"""
+    stages: Tensor
+    """uint8 [steps + 1, …]: how the first of them came about"""
+
+
+class Evaluates(Protocol):
+    """Evaluates the student as it is now; needs a running scheduler."""
+
+    async def __call__(self) -> Evaluation: ...
+
+
+def evaluator(parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None) -> Evaluates:
+    """What fits the student: `Evaluator` for one that writes, `PictureEvaluator` for one that paints."""
+    if isinstance(parts.config, DiffusionConfig):
+        from understudy.evaluate_pictures import PictureEvaluator
+
+        return PictureEvaluator(parts, parts.config, progress)
+    return Evaluator(parts, directory, progress)
+
+
+def no_heldout() -> UserError:
+    return UserError("data.validation is not set: there are no held-out prompts to evaluate on")
 
 
 class Evaluator:
@@ -55,8 +89,10 @@ class Evaluator:
 
     def __init__(self, parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None) -> None:
         if parts.heldout is None:
-            raise UserError("data.validation is not set: there are no held-out prompts to evaluate on")
-        self.parts = parts
+            raise no_heldout()
+        assert isinstance(parts.config, Config)
+        assert parts.tokenizer is not None
+        self.parts, self.config, self.tokenizer = parts, parts.config, parts.tokenizer
         self.settings = parts.config.validation
         wanted = self.settings.prompts or len(parts.heldout)
         self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
@@ -67,14 +103,14 @@ class Evaluator:
 
     def _fingerprint(self) -> str:
         """Of everything that decides the teacher's text, so that text made for other settings is not taken for it."""
-        parts, limit = self.parts, self.parts.config.data.max_prompt_tokens
+        parts, limit = self.parts, self.config.data.max_prompt_tokens
         taught = bool(parts.config.teachers)
         prompts = [
             (
                 prompt.source,
                 prompt.row,
-                parts.config.teachers[parts.teachers.route(prompt)].path if taught else "",
-                render_prompt(parts.tokenizer, prompt, limit).tolist(),
+                self.config.teachers[parts.teachers.route(prompt)].path if taught else "",
+                render_prompt(self.tokenizer, prompt, limit).tolist(),
             )
             for prompt in self.prompts
         ]
@@ -97,7 +133,7 @@ class Evaluator:
         if "reward" in batch.rows:
             last = Episodes.of(batch).reward_row
             metrics["reward"] = float(batch.rows["reward"][last].double().mean())
-            metrics |= part_means(batch.rows["reward_parts"][last], tuple(parts.config.rewards))
+            metrics |= part_means(batch.rows["reward_parts"][last], reward_weights(parts.config))
         metrics["entropy"] = _mean(own["entropy"])
         metrics["length"] = float(own["entropy"].lengths.double().mean())
         return Evaluation(metrics, self._samples(batch, own["kl"] if self.taught else None))
@@ -175,9 +211,9 @@ class Evaluator:
     async def _continue(self, prompt: Prompt, number: int) -> Trajectory:
         """What the prompt's own teacher writes after it, at temperature 1 and of forced length."""
         parts = self.parts
-        tokens = render_prompt(parts.tokenizer, prompt, parts.config.data.max_prompt_tokens)
+        tokens = render_prompt(self.tokenizer, prompt, parts.config.data.max_prompt_tokens)
         length = self.settings.max_tokens
-        sampling = Sampling(min_tokens=length, max_tokens=length, stop_ids=parts.tokenizer.eos_ids)
+        sampling = Sampling(min_tokens=length, max_tokens=length, stop_ids=self.tokenizer.eos_ids)
         key = EpisodeKey("fixed", number, 0)
         seed = derive_seed(parts.config.seed, "fixed", prompt.source, prompt.row)
         request = GenerateRequest("/".join(map(str, key)), tokens, sampling, seed, key)
@@ -193,13 +229,13 @@ class Evaluator:
         by_uid = {key.uid: row for row, key in reversed(list(enumerate(batch.keys)))}
         for number, row in enumerate(by_uid[uid] for uid in sorted(by_uid)):
             ids = batch.columns["tokens"].row(row)[batch.columns["mask"].row(row)].tolist()
-            pieces = tuple(self.parts.tokenizer.pieces(ids))
+            pieces = tuple(self.tokenizer.pieces(ids))
             values = _floats(divergence.row(row)) if divergence is not None else (0.0,) * len(pieces)
-            samples.append(EvalSample(number, prompt_text(self.prompts[number]), pieces, values))
+            samples.append(EvalSample(number, self.prompts[number].request, pieces, values))
         return samples
 
 
-def evaluate_run(config: Config, run: Path | None, checkpoint: str) -> dict[str, float]:
+def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[str, float]:
     """Measures of a run's checkpoint, or of an untrained student when `run` is None."""
     from understudy.record.display import Display
 
@@ -214,7 +250,8 @@ def evaluate_run(config: Config, run: Path | None, checkpoint: str) -> dict[str,
                 if path is not None:
                     await parts.backstage.restore(path)
                     await parts.backstage.publish(0)
-                return await Evaluator(parts, directory, display.progress)()
+                async with parts.backstage.averaged(0):
+                    return await evaluator(parts, directory, display.progress)()
 
         return asyncio.run(go()).metrics
 

@@ -1,11 +1,13 @@
-"""A checkpoint as a directory that `transformers` (or peft) loads."""
+"""A checkpoint as a directory that `transformers`, `diffusers` or `peft` loads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from understudy.checkpoint import CheckpointStore
+from understudy.config.diffusion import DiffusionConfig
 from understudy.config.load import load as load_config
+from understudy.config.schema import Config
 from understudy.errors import UserError
 from understudy.learner.ranks import alone
 from understudy.models.loading import apply_lora, load_causal_lm, save_hf
@@ -17,10 +19,18 @@ from understudy.sharded_checkpoint import load_shards
 def export_run(run: Path, out: Path, checkpoint: str = "latest", keep_adapter: bool = False) -> None:
     """Write a checkpoint of a run to `out`; a LoRA adapter is merged unless `keep_adapter`."""
     config = load_config(run / "config.yaml").config
+    assert isinstance(config, Config | DiffusionConfig)
     if keep_adapter and config.student.lora is None:
         raise UserError(f"{run} trained all weights: there is no adapter to keep, leave --keep-adapter out")
     path = CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint)
     found = load_shards(path, {}, alone)
+    if isinstance(config, DiffusionConfig):
+        from understudy import build_flow
+
+        painter = build_flow.student_model(config)
+        copy_into(painter.transformer, found.tensors.get("average", found.tensors["model"]))
+        painter.save_pipeline(out, keep_adapter)
+        return
     model = load_causal_lm(config.student)
     saved = apply_lora(model, config.student.lora, config.seed) if config.student.lora is not None else model
     copy_into(model, found.tensors["model"])

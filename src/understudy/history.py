@@ -15,17 +15,18 @@ from safetensors.torch import save_file
 from understudy.algorithms.contract import Episodes
 from understudy.checkpoint import Best
 from understudy.config.load import dump
-from understudy.config.schema import Config, Distill
+from understudy.config.schema import Distill, RunConfig, TextRollout
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Prompt
 from understudy.errors import UserError
 from understudy.learner.update import NonFiniteLoss
 from understudy.queue.contract import BatchRef
 from understudy.record.display import final_table
+from understudy.record.images import ImageRecord
 from understudy.record.report import write_report
 from understudy.record.run_directory import RolloutRow, RunDirectory
 from understudy.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
-from understudy.signals import part_means, prompt_text
+from understudy.signals import part_means, reward_weights
 
 if TYPE_CHECKING:
     from understudy.train import Run
@@ -39,6 +40,8 @@ def announce(run: Run) -> None:
     """What is optimised, and what the user should know about the samples."""
     run.display.note(f"objective: {run.parts.algorithm.note}")
     rollout = run.parts.config.rollout
+    if not isinstance(rollout, TextRollout):
+        return
     if rollout.top_p < 1 or rollout.top_k > 0:
         run.display.note(
             f"rollout.top_p = {rollout.top_p:g} and rollout.top_k = {rollout.top_k} cut the tail off: samples do not "
@@ -72,14 +75,20 @@ async def validate(run: Run) -> None:
     if run.step == 0 and any(measured.step == 0 for measured in run.directory.load_validations()):
         return
     with run.display.phase("evaluate"):
-        evaluation = await run.evaluator()
+        async with run.parts.backstage.averaged(run.version):
+            evaluation = await run.evaluator()
     await run.parts.backstage.seconds()  # so that the next step does not count them
     await run.parts.backstage.timeline()
+    if evaluation.pictures is not None:
+        shown = evaluation.pictures
+        images = ImageRecord(run.directory)
+        images.write_eval(run.step, shown.prompts, shown.media)
+        images.write_denoising(run.step, shown.prompts[0], shown.stages)
     run.directory.log_validation(run.step, evaluation.metrics, evaluation.samples)
     for writer in run.writers:
         writer.log(run.step, {f"validation/{name}": value for name, value in evaluation.metrics.items()})
-    shown = "  ".join(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())
-    run.display.note(f"held-out at step {run.step}: {shown}")
+    said = "  ".join(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())
+    run.display.note(f"held-out at step {run.step}: {said}")
 
 
 async def record(
@@ -95,14 +104,16 @@ async def record(
     if len(run.parts.config.rewards) > 1:
         judged = await run.parts.queue.get(ref, ("reward_parts",))
         last = Episodes.of(judged).reward_row
-        metrics |= part_means(judged.rows["reward_parts"][last], tuple(run.parts.config.rewards))
+        metrics |= part_means(judged.rows["reward_parts"][last], reward_weights(run.parts.config))
     if "teacher_mass_outside" in ref.columns:
         outside = (await run.parts.queue.get(ref, ("teacher_mass_outside",))).rows["teacher_mass_outside"]
         metrics["teacher_mass_outside"] = float((outside * lengths).sum() / max(actions, 1))
+    seconds = metrics["step_seconds"]
+    if run.parts.tokenizer is None:
+        metrics |= {"trained_steps": float(actions), "pictures_per_second": len(ref) / seconds}
+    else:
+        metrics |= {"tokens": float(actions), "length": actions / len(ref), "tokens_per_second": actions / seconds}
     metrics |= {
-        "tokens": float(actions),
-        "length": actions / len(ref),
-        "tokens_per_second": actions / metrics["step_seconds"],
         "trajectories": float(len(ref)),
         "failed_groups": float(len(ref.failed)),
         "stale_groups": float(len(ref.stale)),
@@ -141,7 +152,7 @@ async def _phase_seconds(run: Run) -> dict[str, float]:
     return {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
 
 
-def shown_rows(config: Config, ref: BatchRef) -> int:
+def shown_rows(config: RunConfig, ref: BatchRef) -> int:
     """How many rows of a step, from its first, go into the record with what the learner saw at every action."""
     kept = {"all": len(ref), "sample": SAMPLED_ROLLOUTS, "none": 0}
     return min(kept[config.record.rollouts], len(ref))
@@ -149,7 +160,7 @@ def shown_rows(config: Config, ref: BatchRef) -> int:
 
 async def _record_rollouts(run: Run, ref: BatchRef, columns: Mapping[str, Ragged], prompts: list[Prompt]) -> None:
     shown = ref.rows(range(shown_rows(run.parts.config, ref)))
-    if not shown.keys or "student_logp" not in columns:
+    if not shown.keys or "student_logp" not in columns or run.parts.tokenizer is None:
         return
     batch = await run.parts.queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward"))
     by_uid = {prompt.uid: prompt for prompt in prompts}
@@ -160,13 +171,14 @@ async def _record_rollouts(run: Run, ref: BatchRef, columns: Mapping[str, Ragged
 def _rollout_row(
     run: Run, ref: BatchRef, batch: Batch, columns: Mapping[str, Ragged], prompts: Mapping[int, Prompt], number: int
 ) -> RolloutRow:
+    assert run.parts.tokenizer is not None
     key = batch.keys[number]
     ids = batch.columns["tokens"].row(number)[batch.columns["mask"].row(number)].tolist()
     prompt = prompts[key.uid]
     reward = batch.rows.get("reward")
     return RolloutRow(
         key=key,
-        prompt=prompt_text(prompt),
+        prompt=prompt.request,
         teacher=run.parts.teachers.route(prompt) if run.parts.teachers.teachers else None,
         pieces=tuple(run.parts.tokenizer.pieces(ids)),
         ids=tuple(ids),
@@ -192,12 +204,12 @@ async def save(run: Run) -> Path:
     return await run.parts.backstage.save(run.checkpoints, run.step, state, mark)
 
 
-def best_measure(config: Config) -> str:
+def best_measure(config: RunConfig) -> str:
     """The validation measure that marks the best checkpoint."""
     return config.checkpoint.best or ("kl" if isinstance(config.algorithm, Distill) else "reward")
 
 
-HIGHER_IS_BETTER = ("reward", "top1_agreement")
+HIGHER_IS_BETTER = ("reward", "top1_agreement", "accuracy", "gold_accuracy")
 
 
 def _best(run: Run, measure: str) -> tuple[float | None, bool]:
@@ -278,6 +290,7 @@ def finish(run: Run) -> None:
             **run.counts,
         }
     )
+    ImageRecord(run.directory).write_before_after()
     write_report(run.directory)
     if evaluations:
         final_table(

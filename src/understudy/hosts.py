@@ -10,27 +10,32 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from understudy import build
+from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.backstage import Learnt, learner_state, restore_learner, take_seconds
 from understudy.checkpoint import Best, Checkpoint
-from understudy.config.schema import Config
+from understudy.config.schema import Pool, RunConfig
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Prompt
-from understudy.engines.contract import GenerateRequest, Generation, ScoreRequest, Scores
-from understudy.engines.torch_lm import TorchEngine
+from understudy.engines.contract import (
+    GenerateRequest,
+    Generation,
+    Painted,
+    PaintRequest,
+    ScoreRequest,
+    Scores,
+    StepScoreRequest,
+)
 from understudy.errors import UserError
 from understudy.learner.ranks import Ranks, alone
 from understudy.learning import Schedule
-from understudy.models.heads import load_head
-from understudy.models.tokenizers import SafeTokenizer
 from understudy.optimizer_state import seed_rng
 from understudy.queue.contract import BatchRef, SampleQueue
 from understudy.record.timeline import Interval
@@ -39,9 +44,9 @@ from understudy.routing import Router
 from understudy.runtime.inline import InlineScheduler
 from understudy.runtime.ray import Remote, Stored, actor_id, node_address
 from understudy.signals import reward_pool
+from understudy.stages import Role
 from understudy.teachers.pool import TeacherPool
 
-Role = Literal["student", "teacher", "reference"]
 BOARD = "board"
 """Name under which processes find it."""
 COALESCED = 0.005
@@ -99,15 +104,36 @@ class Board:
 class Setting:
     """What every process of a run is told."""
 
-    config: Config
+    config: RunConfig
     vocabulary: int
-    devices: int
-    """of one replica: on CPUs, the threads that it computes with if the recipe does not say"""
+    pool: str
+    """where the process lives"""
 
     def enter(self) -> None:
+        """Unless the recipe says otherwise, a process computes with as many threads as its replica has CPUs."""
         build.enter(self.config)
-        torch.set_num_threads(self.config.threads or self.devices)
+        pool = self.config.pools[self.pool]
+        torch.set_num_threads(self.config.threads or (pool.devices if pool.device == "cpu" else 1))
         seed_rng(self.config.seed)
+
+    @property
+    def device(self) -> str:
+        return device_of(self.pool, self.config.pools[self.pool])
+
+
+def device_of(name: str, pool: Pool) -> str:
+    """Where the models of a process in this pool live, as torch calls it. Ray shows a process the GPUs that it holds
+    and no others, so the first one is meant."""
+    if pool.device == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        held = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise UserError(
+            f"pools.{name}.device is gpu, but torch sees no GPU in process {os.getpid()} on {socket.gethostname()} "
+            f"(CUDA_VISIBLE_DEVICES: {held}; torch {torch.__version__} is built for CUDA: {torch.version.cuda}): "
+            f"install a torch with CUDA and a driver on that node, or set pools.{name}.device to cpu"
+        )
+    return "cuda"
 
 
 class Host:
@@ -123,21 +149,11 @@ class EngineHost(Host):
     def __init__(self, setting: Setting, role: Role, teacher: str, name: str) -> None:
         setting.enter()
         board = Remote.find(BOARD)
-        config, vocabulary = setting.config, setting.vocabulary
+        config, vocabulary, device = setting.config, setting.vocabulary, setting.device
         self.name = name
-        self.engine: TorchEngine
-        self._board: Remote | None = None
+        self.engine = stages.engine(config, role, teacher, vocabulary, device)
+        self._board: Remote | None = board if role == "student" else None
         """a student's: it may have been started again after weights were published"""
-        if role == "student":
-            model, _ = build.student_model(config)
-            tokenizer = SafeTokenizer.load(config.student.path)
-            self.engine = build.student_engine(config, model, tokenizer, vocabulary)
-            self._board = board
-        elif role == "teacher":
-            model = build.teacher_model(config, teacher)
-            self.engine = build.teacher_engine(config, teacher, model, vocabulary)
-        else:
-            self.engine = build.reference_engine(config, vocabulary)
         self._scheduler = InlineScheduler([self.engine], config.engine.score_every)
         self._started: asyncio.Task[None] | None = None
         self._intervals: list[Interval] = []
@@ -147,17 +163,17 @@ class EngineHost(Host):
         await self._running()
         return os.getpid()
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: GenerateRequest | PaintRequest) -> Generation | Painted:
         await self._running()
         start = time.time()
-        answer = await self.engine.generate(request)
+        answer: Generation | Painted = await self.engine.generate(request)
         self._note("generate", request.id, start)
         return answer
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
         await self._running()
         start = time.time()
-        scores = await self.engine.score(request)
+        scores: Scores = await self.engine.score(request)
         self._note("score", "/".join(map(str, request.key)), start)
         return scores
 
@@ -181,7 +197,8 @@ class EngineHost(Host):
 
     async def in_flight(self) -> int:
         """Requests that wait or are under way."""
-        return self.engine.scoring + self.engine.writing
+        found: int = self.engine.scoring + self.engine.writing
+        return found
 
     async def _running(self) -> None:
         """Nobody is served before the engine runs, with the newest weights."""
@@ -205,11 +222,11 @@ class RemoteEngine:
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        answer: Generation = await self.remote.call("generate", request)
+    async def generate(self, request: GenerateRequest | PaintRequest) -> Generation | Painted:
+        answer: Generation | Painted = await self.remote.call("generate", request)
         return answer
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
         scores: Scores = await self.remote.call("score", request)
         return scores
 
@@ -226,21 +243,18 @@ class Engines:
         return [*self.student, *(r for replicas in self.teachers.values() for r in replicas), *self.reference]
 
 
-def pool(config: Config, name: str, replicas: Sequence[Remote]) -> TeacherPool:
+def pool(config: RunConfig, name: str, replicas: Sequence[Remote]) -> TeacherPool:
     """Replicas that score, as one process sees them."""
     engines = [RemoteEngine(remote) for remote in replicas]
     return TeacherPool(name, engines, limit=config.ray.queue, deadline=config.ray.request_deadline)
 
 
-def pools(config: Config, engines: Engines) -> dict[str, TeacherPool]:
+def pools(config: RunConfig, engines: Engines) -> dict[str, TeacherPool]:
     return {name: pool(config, name, replicas) for name, replicas in engines.teachers.items()}
 
 
-@dataclass(slots=True)
-class _Work:
-    """Prompts that a worker was given."""
-
-    done: asyncio.Queue[EpisodeDone | EpisodeFailure | BaseException | None] = field(default_factory=asyncio.Queue)
+Outcomes = asyncio.Queue[EpisodeDone | EpisodeFailure | BaseException | None]
+"""Of the prompts that a worker was given; None or an error is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +275,7 @@ class WorkerHost(Host):
         config, board = setting.config, Remote.find(BOARD)
         engines: Engines = board.ask("engines")
         queue: SampleQueue = board.ask("queue")
-        tokenizer = SafeTokenizer.load(config.student.path)
-        tokenizers = {name: SafeTokenizer.load(teacher.path) for name, teacher in config.teachers.items()}
+        tokenizer, tokenizers = stages.words(config)
         students = [RemoteEngine(remote) for remote in engines.student]
         self.student = Router("student", students, limit=config.ray.queue, deadline=config.ray.request_deadline)
         self.pools = pools(config, engines)
@@ -270,7 +283,7 @@ class WorkerHost(Host):
         self.rewards = reward_pool(config)
         judges = build.Judges(
             config,
-            tokenizer,
+            stages.made(tokenizer),
             queue,
             build.teacher_client(config, self.pools, tokenizers),
             self.reference if engines.reference else None,
@@ -278,7 +291,7 @@ class WorkerHost(Host):
         )
         self.rollout = Rollout(build.loops(config, tokenizer, self._send), judges)
         self._judging = False
-        self._work: dict[int, _Work] = {}
+        self._work: dict[int, Outcomes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ready(self) -> int:
@@ -291,7 +304,7 @@ class WorkerHost(Host):
     async def start(self, number: int, order: Order, prompts: list[Prompt]) -> None:
         """Begin; `report` tells how it goes."""
         await self.ready()
-        work = self._work[number] = _Work()
+        work = self._work[number] = Outcomes()
         task = asyncio.create_task(self._run(order, prompts, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -299,10 +312,10 @@ class WorkerHost(Host):
     async def report(self, number: int) -> Report:
         """Wait for an outcome, and for those that come right after it."""
         work = self._work[number]
-        found = [await work.done.get()]
+        found = [await work.get()]
         await asyncio.sleep(COALESCED)
-        while not work.done.empty():
-            found.append(work.done.get_nowait())
+        while not work.empty():
+            found.append(work.get_nowait())
         outcomes = [o for o in found if isinstance(o, EpisodeDone | EpisodeFailure)]
         errors = [o for o in found if isinstance(o, BaseException)]
         if over := (found[-1] is None or bool(errors)):
@@ -326,16 +339,16 @@ class WorkerHost(Host):
             "rewards": dict(self.rewards.counts) if self.rewards is not None else {},
         }
 
-    async def _run(self, order: Order, prompts: list[Prompt], work: _Work) -> None:
+    async def _run(self, order: Order, prompts: list[Prompt], work: Outcomes) -> None:
         try:
             async for outcome in self.rollout.run(order, prompts):
-                work.done.put_nowait(outcome)
+                work.put_nowait(outcome)
         except Exception as error:
-            work.done.put_nowait(error)
+            work.put_nowait(error)
         else:
-            work.done.put_nowait(None)
+            work.put_nowait(None)
 
-    async def _send(self, request: GenerateRequest) -> Generation:
+    async def _send(self, request: GenerateRequest | PaintRequest) -> Generation | Painted:
         return await self.student.call(request.order[:2], lambda replica: replica.generate(request))
 
 
@@ -357,22 +370,16 @@ class LearnerHost(Host):
 
     async def ready(self, address: str) -> int:
         """Meet the others and load the models."""
-        config, vocabulary = self.setting.config, self.setting.vocabulary
-        heads = [
-            build.teacher_head(config, name, load_head(settings), vocabulary)
-            for name, settings in config.teachers.items()
-        ]
-        student, _ = build.student_model(config)
+        config, vocabulary, device = self.setting.config, self.setting.vocabulary, self.setting.device
         spread: build.Spread = lambda model: None  # noqa: E731
         if self.count > 1:
             from understudy.learner import fsdp
 
-            device = config.pools[config.learner.pool].device.replace("gpu", "cuda")
             self._ranks = fsdp.join(self.rank, self.count, address, device)
             dtype = torch.bfloat16 if config.learner.mixed_precision == "bfloat16" else None
             sharding = fsdp.Sharding(dtype, config.learner.activation_checkpointing)
             spread = lambda model: fsdp.shard(model, sharding, device)  # noqa: E731
-        self.learner = build.learner(config, student, heads, self.queue, vocabulary, ranks=self._ranks, spread=spread)
+        self.learner = stages.learner(config, self.queue, vocabulary, device, self._ranks, spread)
         return os.getpid()
 
     async def busy(self) -> int:
@@ -389,6 +396,11 @@ class LearnerHost(Host):
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
         return await self.learner.measure(ref, columns)
 
+    async def swap(self) -> bool:
+        """Weights and their running mean change places; False if there is no such mean."""
+        self.learner.student.swap()
+        return bool(self.learner.student.average)
+
     async def weights(self) -> list[Stored]:
         """What learns, whole, in buckets, from rank 0; the others only take part."""
         buckets: list[Stored] = []
@@ -396,7 +408,7 @@ class LearnerHost(Host):
         size = 0
         for name, tensor in self._gathered():
             if self.rank == 0:
-                bucket.append((name, tensor.detach().clone()))
+                bucket.append((name, tensor.detach().to("cpu", copy=True)))
                 size += tensor.nbytes
                 if size >= BUCKET:
                     buckets.append(Stored.put(bucket))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +23,8 @@ from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, GroupKey, Key
 from understudy.learner.packing import deal, in_order
 from understudy.learner.ranks import Ranks, alone
-from understudy.learner.update import Limits, measure, update
+from understudy.learner.update import Cut, measure, update
 from understudy.losses.contract import Loss
-from understudy.models.causal_lm import CausalLM
 from understudy.queue.contract import BatchRef, SampleQueue
 
 
@@ -32,13 +32,32 @@ from understudy.queue.contract import BatchRef, SampleQueue
 class Trainable:
     """A model that learns: the student, or its critic."""
 
-    model: CausalLM
+    model: Any
+    """what the learner's cut knows how to run: CausalLM, FlowModel"""
     optimizer: torch.optim.Optimizer
     named: tuple[tuple[str, torch.nn.Parameter], ...]
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """running mean of the weights, by name; nothing where nobody asked for one"""
+    decay: float = 0.0
+    """of the running mean"""
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for _, parameter in self.named]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The running mean takes its share of the weights as they are now."""
+        for name, parameter in self.named if self.average else ():
+            self.average[name].lerp_(parameter, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Weights and running mean change places; a second call changes them back."""
+        for name, parameter in self.named if self.average else ():
+            kept = parameter.clone()
+            parameter.copy_(self.average[name])
+            self.average[name].copy_(kept)
 
     def set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -103,16 +122,18 @@ def prepare(
     student: Trainable,
     critic: Trainable | None,
     batch: Batch,
-    limits: Limits,
+    cut: Cut,
     share: Share | None = None,
 ) -> tuple[Batch, dict[str, float]]:
     """Add what the losses need and rollout could not give; it is held fixed during the updates."""
     share = share or Share.all_of(batch)
     if "old_logp" in algorithm.derives:
-        batch = _read(student, batch, ReadLogp(), limits, share.ranks).added_to(batch)
+        batch = _read(student, batch, ReadLogp(), cut, share.ranks).added_to(batch)
     if "values" in algorithm.derives:
         assert critic is not None
-        batch = _read(critic, batch, ReadValues(), limits, share.ranks).added_to(batch)
+        batch = _read(critic, batch, ReadValues(), cut, share.ranks).added_to(batch)
+    for reader in algorithm.reads:
+        batch = _read(student, batch, reader, cut, share.ranks).added_to(batch)
     metrics: dict[str, float] = {}
     if algorithm.over_rows is None and algorithm.over_columns is None:
         return batch, metrics
@@ -128,9 +149,9 @@ def prepare(
     return batch, metrics
 
 
-def _read(who: Trainable, batch: Batch, reader: Loss, limits: Limits, ranks: Ranks) -> Signal:
+def _read(who: Trainable, batch: Batch, reader: Loss, cut: Cut, ranks: Ranks) -> Signal:
     """The column that the reader is named after, and none of those that are measured beside it."""
-    found = measure(who.model, batch, [reader], limits, ranks)
+    found = measure(who.model, batch, [reader], cut, ranks)
     return Signal(columns={name: column for name, column in found.items() if name == reader.name})
 
 
@@ -243,7 +264,7 @@ class Learner:
     student: Trainable
     critic: Trainable | None
     queue: SampleQueue
-    limits: Limits
+    cut: Cut
     clip_norm: float
     measures: Loss
     """what evaluation looks at"""
@@ -255,32 +276,49 @@ class Learner:
         """All updates of a step: its metrics, and the per-action columns of those of its first `shown` rows that are
         here. NonFiniteLoss on every rank if any finds one; the weights are then as they were before that update."""
         share = Share.dealt(ref, self.ranks)
-        batch = await self.queue.get(ref.rows(share.mine), self.algorithm.needs)
+        batch = await self._rows(ref, share)
         self.student.set_rate(rate)
-        batch, signalled = prepare(self.algorithm, self.student, self.critic, batch, self.limits, share)
+        batch, signalled = prepare(self.algorithm, self.student, self.critic, batch, self.cut, share)
         learned = Learned(signalled)
+        first = self.algorithm.at_first
         for work in updates(self.algorithm, self.student, self.critic, batch, schedule, share):
             who = work.trainable
-            learned.add(
-                work,
-                *update(
-                    who.model,
-                    who.optimizer,
-                    work.batch,
-                    work.losses,
-                    self.limits,
-                    self.clip_norm,
-                    who.parameters,
-                    self.ranks,
-                ),
+            metrics, columns = update(
+                who.model,
+                who.optimizer,
+                work.batch,
+                work.losses,
+                self.cut,
+                self.clip_norm,
+                who.parameters,
+                self.ranks,
             )
+            who.follow()
+            if first is not None and columns:
+                learned.metrics |= first(work.batch, columns)
+                first = None
+            learned.add(work, metrics, columns)
         metrics, columns = learned.summary()
-        first = [number for number, row in enumerate(share.mine) if row < shown]
-        return metrics, {name: column.select(first) for name, column in columns.items()}
+        kept = [number for number, row in enumerate(share.mine) if row < shown]
+        return metrics, {name: column.select(kept) for name, column in columns.items()}
+
+    async def _rows(self, ref: BatchRef, share: Share) -> Batch:
+        """This rank's rows, with what their groups share; that is stored with the first row of each group."""
+        batch = await self.queue.get(ref.rows(share.mine), self.algorithm.needs)
+        if not self.algorithm.shares:
+            return batch
+        wanted, firsts = {key.group for key in batch.keys}, dict[GroupKey, int]()
+        for number, key in enumerate(ref.keys):
+            if key.group in wanted:
+                firsts.setdefault(key.group, number)
+        stored = await self.queue.get(ref.rows(list(firsts.values())), self.algorithm.shares)
+        shared = {
+            key.group: {name: c.row(i) for name, c in stored.columns.items()} for i, key in enumerate(stored.keys)
+        }
+        return replace(batch, shared=shared)
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
         """Per-action columns of the rows that are here, at temperature 1."""
         share = Share.dealt(ref, self.ranks)
         batch = await self.queue.get(ref.rows(share.mine), columns)
-        limits = replace(self.limits, temperature=1.0)
-        return measure(self.student.model, batch, [self.measures], limits, self.ranks)
+        return measure(self.student.model, batch, [self.measures], self.cut.neutral(), self.ranks)

@@ -258,7 +258,7 @@ def _travelling(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes 
     for name, column in COLUMNS.items():
         if column.dtype is not None and (name in present or not column.optional):
             wide = width if name == "teacher_hidden" else algorithm.top_k or None
-            dims = [wide if dim is None else dim for dim in column.trailing]
+            dims = [wide if dim is None else dim for dim in column.trailing or ()]
             producer = "reference" if name == "reference_logp" else column.producer
             yield _column(name, producer, column.span, column.dtype, dims, "queue")
 
@@ -300,7 +300,7 @@ def _made_up(needs: Iterable[str]) -> Batch:
     rows: dict[str, Tensor] = {}
     lengths = {"sequence": 4, "action": 3, "step": 3, "row": 1}
     for column in (COLUMNS[name] for name in needs):
-        shape = (2 * lengths[column.span], *(2 if dim is None else dim for dim in column.trailing))
+        shape = (2 * lengths[column.span], *(2 if dim is None else dim for dim in column.trailing or ()))
         values = torch.linspace(-1.0, -0.5, prod(shape)).reshape(shape).to(column.dtype)
         if column.name == "mask":
             values = torch.tensor([False, True, True, True] * 2)

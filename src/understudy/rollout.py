@@ -15,7 +15,7 @@ from understudy.agent_loop.contract import derive_seed
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.data.trajectory import Episode, EpisodeKey, Prompt
-from understudy.engines.contract import Sampling, Want
+from understudy.engines.contract import Painting, Sampling, Want
 from understudy.scoring import EpisodeScorer, scoring_tasks
 
 
@@ -25,7 +25,7 @@ class Order:
 
     partition: str
     samples: int
-    sampling: Sampling
+    sampling: Sampling | Painting
     want: Want
     """of teachers"""
     seed: int

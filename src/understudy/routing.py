@@ -50,6 +50,8 @@ class Router(Generic[Replica]):
     async def call(self, sticky: Hashable, ask: Callable[[Replica], Awaitable[Answer]]) -> Answer:
         """Ask the replica that served `sticky` before, else the least busy one; on failure the others."""
         reasons: dict[int, str] = {}
+        if self.deadline is None:
+            return await self._call(sticky, ask, reasons)
         try:
             async with asyncio.timeout(self.deadline):
                 return await self._call(sticky, ask, reasons)
@@ -77,7 +79,8 @@ class Router(Generic[Replica]):
                 return answer
             finally:
                 self.in_flight[number] -= 1
-                await self._wake()
+                if self.limit is not None:
+                    await self._wake()
             if len(failed) == len(self.replicas):
                 raise AllReplicasFailed(f"{self.name}: no replica could answer ({_joined(reasons)})")
             if len(failed) + len(gone) == len(self.replicas):
@@ -93,23 +96,23 @@ class Router(Generic[Replica]):
         return number
 
     def _choose(self, sticky: Hashable, without: set[int]) -> int | None:
-        by_load = sorted(
-            (number for number in range(len(self.replicas)) if number not in without),
-            key=lambda number: (self.in_flight[number], number),
-        )
         home = self._home.get(sticky)
-        order = [home, *by_load] if home in by_load else by_load
-        for number in order:
-            if number is not None and (self.limit is None or self.in_flight[number] < self.limit):
-                if home is None:
-                    self._remember(sticky, number)
-                return number
-        return None
+        if home is not None and home not in without and self._has_room(home):
+            return home
+        free = [number for number in range(len(self.replicas)) if number not in without and self._has_room(number)]
+        if not free:
+            return None
+        number = min(free, key=self.in_flight.__getitem__)
+        if home is None:
+            self._remember(sticky, number)
+        return number
+
+    def _has_room(self, number: int) -> bool:
+        return self.limit is None or self.in_flight[number] < self.limit
 
     async def _wake(self) -> None:
-        if self.limit is not None:
-            async with self._room:
-                self._room.notify_all()
+        async with self._room:
+            self._room.notify_all()
 
     def _remember(self, sticky: Hashable, number: int) -> None:
         self._home.pop(sticky, None)

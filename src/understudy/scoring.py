@@ -45,10 +45,18 @@ class EpisodeScorer:
     async def __call__(self, episode: Episode, step: int) -> None:
         keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
         rows = list(zip(keys, episode.trajectories, strict=True))
-        puts = (self.queue.put(key, row.columns(), _tags(row, step)) for key, row in rows)
-        await asyncio.gather(*puts, self.queue.seal(episode.key, len(keys)))
+        for key, row in rows:
+            await self.queue.put(key, row.columns(), _tags(row, step))
+        await self.queue.seal(episode.key, len(keys))
         work = [self._judge(judge, key, episode.prompt, row) for key, row in rows for judge in self.judges]
         work += [self._judge_episode(judge, episode, keys) for judge in self.episode_judges]
+        try:
+            if len(work) == 1:
+                await work[0]  # the usual case, without a task of its own
+                return
+        except CannotJudge as error:
+            await self.queue.fail(episode.key.group, str(error))
+            return
         for outcome in await asyncio.gather(*work, return_exceptions=True):
             if isinstance(outcome, CannotJudge):
                 await self.queue.fail(episode.key.group, str(outcome))
@@ -69,6 +77,6 @@ def _tags(trajectory: Trajectory, step: int) -> dict[str, int | float | str]:
     return {
         "step": step,
         "finish": trajectory.finish,
-        "tokens": len(trajectory.tokens),
+        "tokens": len(trajectory.mask),
         "actions": len(trajectory.behaviour_logp),
     }

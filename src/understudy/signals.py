@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,21 @@ from understudy.algorithms.grpo import grpo
 from understudy.algorithms.objectives import OBJECTIVES, Settings
 from understudy.algorithms.policy import PolicySettings
 from understudy.algorithms.ppo import ppo, reinforce_plus_plus
-from understudy.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement
-from understudy.data.trajectory import Episode, Prompt
+from understudy.config.diffusion import DiffusionConfig, FlowDistill, FlowGrpo
+from understudy.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement, RunConfig
+from understudy.data.trajectory import Episode, Trajectory
 from understudy.errors import CannotJudge, UserError
 from understudy.learning import Schedule
-from understudy.rewards.contract import Answer, RewardSpec
+from understudy.rewards.contract import Answer, Media, RewardSpec
 from understudy.rewards.pool import RewardPool
 from understudy.scoring import EpisodeJudge
 
 
-def build_algorithm(config: Config, heads: Sequence[TeacherHead] = ()) -> Algorithm:
+def build_algorithm(config: RunConfig, heads: Sequence[TeacherHead] = ()) -> Algorithm:
     """What the recipe names, ready to use; plugins must have been loaded."""
+    if isinstance(config, DiffusionConfig):
+        return _painting(config)
+    assert isinstance(config, Config)
     chosen, policy = config.algorithm, policy_settings(config)
     if isinstance(chosen, Distill):
         _check_objective(chosen)
@@ -56,6 +61,20 @@ def build_algorithm(config: Config, heads: Sequence[TeacherHead] = ()) -> Algori
     return reinforce_plus_plus(policy, discount=chosen.discount, kl_in_reward=in_reward)
 
 
+def _painting(config: DiffusionConfig) -> Algorithm:
+    from understudy.algorithms import flow  # runs over text do without it
+
+    chosen, several = config.algorithm, config.algorithm.epochs * config.algorithm.minibatches > 1
+    if isinstance(chosen, FlowDistill):
+        return flow.flow_distill()
+    policy = PolicySettings(baseline=chosen.baseline, scale=chosen.scale, several_updates=several)
+    if isinstance(chosen, FlowGrpo):
+        return flow.flow_grpo(
+            policy, clip=chosen.clip, advantage_clip=chosen.advantage_clip, guard=chosen.guard, kl=chosen.kl
+        )
+    return flow.diffusion_nft(policy, beta=chosen.beta, advantage_clip=chosen.advantage_clip, kl=chosen.kl)
+
+
 def policy_settings(config: Config) -> PolicySettings:
     """The part of the algorithm's settings that every policy gradient has."""
     chosen: Policy = config.algorithm
@@ -77,7 +96,7 @@ def policy_settings(config: Config) -> PolicySettings:
     return shared
 
 
-def schedule(config: Config, step: int) -> Schedule:
+def schedule(config: RunConfig, step: int) -> Schedule:
     """How often, and in which parts, the batch of a step is learned from."""
     chosen = config.algorithm
     return Schedule(
@@ -104,19 +123,42 @@ def _check_objective(chosen: Distill) -> None:
         raise UserError(f"algorithm.form: {chosen.objective} sees the {sees}, policy_gradient needs the token")
 
 
-def reward_pool(config: Config) -> RewardPool | None:
+def reward_pool(config: RunConfig) -> RewardPool | None:
     """The recipe's rewards in processes of their own; none if it names none."""
     if not config.rewards:
         return None
     specs = {
-        name: RewardSpec(reward.function, reward.weight, reward.timeout, reward.options)
+        name: RewardSpec(reward.function, reward.weight, reward.timeout, _with_toys(reward.options))
         for name, reward in config.rewards.items()
     }
     return RewardPool(specs, config.plugins)
 
 
-def reward_judge(pool: RewardPool, names: Sequence[str], decode: Callable[[list[int]], str]) -> EpisodeJudge:
-    """Rewards what the student wrote in the trajectory that counts, unless its loop gave a reward itself. `names`: of
+def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`toy:` names become the directories that they stand for."""
+    toys = {name: value for name, value in options.items() if isinstance(value, str) and value.startswith("toy:")}
+    if not toys:
+        return dict(options)
+    from understudy.models.flow.sources import pipeline_directory
+
+    return {**options, **{name: str(pipeline_directory(value, lambda line: None)) for name, value in toys.items()}}
+
+
+Made = Callable[[Trajectory], tuple[str, Media | None]]
+"""What a trajectory made: text, or a picture or video."""
+
+
+def written(decode: Callable[[list[int]], str]) -> Made:
+    return lambda trajectory: (decode(trajectory.tokens[trajectory.mask].tolist()), None)
+
+
+def painted(trajectory: Trajectory) -> tuple[str, Media]:
+    media: Tensor = trajectory.extra["media"]
+    return "", Media(media.numpy().tobytes(), tuple(media.shape))
+
+
+def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJudge:
+    """Rewards what the student made in the trajectory that counts, unless its loop gave a reward itself. `names`: of
     the run's rewards, in the order of column reward_parts."""
 
     async def judge(episode: Episode) -> dict[str, Tensor]:
@@ -124,10 +166,9 @@ def reward_judge(pool: RewardPool, names: Sequence[str], decode: Callable[[list[
         if trajectory.reward is not None:
             nothing = torch.full((len(names),), float("nan"))
             return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32), "reward_parts": nothing}
-        text = decode(trajectory.tokens[trajectory.mask].tolist())
-        prompt = episode.prompt
+        prompt, (text, media) = episode.prompt, made(trajectory)
         judgement = await pool.score(
-            Answer(prompt_text(prompt), text, prompt.ground_truth, dict(prompt.columns), trajectory.finish)
+            Answer(prompt.request, text, prompt.ground_truth, dict(prompt.columns), trajectory.finish, media)
         )
         if judgement.reward is None:
             raise CannotJudge(f"{prompt}: {judgement.failure}")
@@ -137,17 +178,14 @@ def reward_judge(pool: RewardPool, names: Sequence[str], decode: Callable[[list[
     return judge
 
 
-def part_means(parts: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """`reward_NAME` for each of several rewards, unweighted: one of weight 0 is a measure that is never trained on.
-    `parts` [episodes, rewards]."""
-    if len(names) < 2 or len(parts) == 0:
+def part_means(parts: Tensor, weights: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each of several rewards, unweighted: `reward_NAME`; one of weight 0, which is never trained on, is a
+    measure of that NAME. `parts` [episodes, rewards]."""
+    if len(weights) < 2 or len(parts) == 0:
         return {}
-    return {f"reward_{name}": float(value) for name, value in zip(names, parts.nanmean(0).tolist(), strict=True)}
+    named = [f"reward_{name}" if weight else name for name, weight in weights.items()]
+    return dict(zip(named, parts.nanmean(0).tolist(), strict=True))
 
 
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt as people read it: its last user message."""
-    if prompt.text is not None:
-        return prompt.text
-    users = [m.content for m in prompt.messages if m.role == "user"]
-    return users[-1] if users else prompt.messages[-1].content
+def reward_weights(config: RunConfig) -> dict[str, float]:
+    return {name: reward.weight for name, reward in config.rewards.items()}

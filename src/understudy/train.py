@@ -19,10 +19,10 @@ from understudy import history
 from understudy.assemble import Parts, assemble
 from understudy.checkpoint import CheckpointStore
 from understudy.config.load import dump, load
-from understudy.config.schema import Config, Grpo
+from understudy.config.schema import Grpo, RunConfig
 from understudy.data.trajectory import GroupKey, Prompt
 from understudy.errors import UserError
-from understudy.evaluate import Evaluator
+from understudy.evaluate import Evaluates, evaluator
 from understudy.learner.optimizer import learning_rate
 from understudy.learner.update import NonFiniteLoss
 from understudy.learning import flat_groups
@@ -42,7 +42,7 @@ class Run:
     directory: RunDirectory
     checkpoints: CheckpointStore
     display: Display
-    evaluator: Evaluator | None
+    evaluator: Evaluates | None
     writers: history.Writers = field(default_factory=list)
     step: int = 0
     version: int = 0
@@ -57,7 +57,7 @@ class Run:
         self.display.note("Ctrl-C: finishing this step and saving. Once more to stop at once.")
 
 
-def train(config: Config) -> Path:
+def train(config: RunConfig) -> Path:
     """Train from the beginning; returns the run's directory, which must not hold a run yet."""
     directory = RunDirectory(Path(config.out) / config.name)
     directory.require_free()
@@ -78,7 +78,7 @@ def resume(path: Path | str, steps: int | None = None) -> Path:
 
 
 @contextmanager
-def _opened(config: Config, directory: RunDirectory) -> Iterator[Run]:
+def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
     """A run from its parts to its summary. Nothing is written before models and data have been checked."""
     with Display(config.steps, config.name) as display:
         run = open_run(config, directory, display)
@@ -87,12 +87,12 @@ def _opened(config: Config, directory: RunDirectory) -> Iterator[Run]:
     history.finish(run)
 
 
-def open_run(config: Config, directory: RunDirectory, display: Display) -> Run:
+def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Run:
     """Load and wire everything; nothing has been computed yet."""
     parts = assemble(config, display.note)
     checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep)
-    evaluator = Evaluator(parts, directory.path / "validation", display.progress) if parts.heldout else None
-    return Run(parts, directory, checkpoints, display, evaluator)
+    judge = evaluator(parts, directory.path / "validation", display.progress) if parts.heldout else None
+    return Run(parts, directory, checkpoints, display, judge)
 
 
 async def all_steps(run: Run, *, resumed: bool = False) -> None:

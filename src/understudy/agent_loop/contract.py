@@ -7,23 +7,24 @@
             answer = await context.generate(tokens)
             return context.episode(prompt, [context.trajectory(tokens, answer)])
 
-A loop sees token ids and a generate function. Whether generation happens in this process, on Ray or behind HTTP is
-none of its business. Later turns append to the ids that the engine saw; nothing is re-tokenised from text.
+A loop sees token ids and a generate function; one that paints sees the prompt's text and a paint function. Whether
+generation happens in this process, on Ray or behind HTTP is none of its business. Later turns append to the ids that
+the engine saw; nothing is re-tokenised from text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from understudy.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
-from understudy.engines.contract import GenerateRequest, Generation, Sampling
+from understudy.data.trajectory import NO_TOKENS, Episode, EpisodeKey, Message, Prompt, Trajectory
+from understudy.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling
 from understudy.errors import UserError
 
 
@@ -58,39 +59,59 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+Send = Callable[[Any], Awaitable[Any]]
+"""To one of the student's engines: GenerateRequest → Generation, PaintRequest → Painted."""
+
+
 @dataclass(slots=True)
 class LoopContext:
     """What one episode has at hand."""
 
     key: EpisodeKey
     seed: int
-    sampling: Sampling
-    tokenizer: Tokenizer
+    sampling: Sampling | Painting
+    tokenizer: Tokenizer | None
+    """of a student that writes"""
     max_prompt_tokens: int
-    send: Callable[[GenerateRequest], Awaitable[Generation]]
+    send: Send
     turns: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
 
     def render(self, prompt: Prompt) -> Tensor:
         """Token ids of the prompt; PromptTooLong if they pass the limit."""
+        if self.tokenizer is None:
+            raise UserError("this loop writes, but the student of the run paints: use agent_loop diffusion")
         return render_prompt(self.tokenizer, prompt, self.max_prompt_tokens)
 
     async def generate(self, tokens: Tensor, sampling: Sampling | None = None) -> Generation:
         """The student continues these ids. Every call of an episode draws from a seed of its own."""
-        turn, self.turns = self.turns, self.turns + 1
-        request = GenerateRequest(
-            id=f"{'/'.join(map(str, self.key))}/{turn}",
-            tokens=tokens,
-            sampling=sampling or self.sampling,
-            seed=derive_seed(self.seed, turn),
-            order=(*self.key, turn),
-        )
-        generation = await self.send(request)
-        for phase, seconds in generation.seconds.items():
-            name = "generate" if phase == "run" else phase
-            self.timings[name] = self.timings.get(name, 0.0) + seconds
+        chosen = sampling or self.sampling
+        assert isinstance(chosen, Sampling)
+        id, seed, order = self._next()
+        generation: Generation = await self.send(GenerateRequest(id, tokens, chosen, seed, order))
+        self._took(generation.seconds)
         return generation
+
+    async def paint(self, prompt: str, negative: str | None = None) -> Painted:
+        """The student paints what the prompt says. Every call of an episode draws from a seed of its own."""
+        if not isinstance(self.sampling, Painting):
+            raise UserError("this loop paints, but the student of the run writes: use agent_loop single_turn")
+        id, seed, order = self._next()
+        unwanted = self.sampling.negative if negative is None else negative
+        painted: Painted = await self.send(PaintRequest(id, prompt, unwanted, self.sampling, seed, order))
+        self._took(painted.seconds)
+        return painted
+
+    def _next(self) -> tuple[str, int, tuple[Any, ...]]:
+        """Id, seed and order of the next request."""
+        turn, self.turns = self.turns, self.turns + 1
+        return f"{'/'.join(map(str, self.key))}/{turn}", derive_seed(self.seed, turn), (*self.key, turn)
+
+    def _took(self, seconds: Mapping[str, float]) -> None:
+        for phase, spent in seconds.items():
+            name = "generate" if phase == "run" else phase
+            self.timings[name] = self.timings.get(name, 0.0) + spent
 
     def trajectory(self, tokens: Tensor, generation: Generation) -> Trajectory:
         """A trajectory of one turn: given ids, then the student's."""
@@ -105,6 +126,21 @@ class LoopContext:
             metrics={"mass_cut": generation.mass_cut},
             extra={} if generation.top_ids is None else {"student_topk_ids": generation.top_ids},
         )
+
+    def painting(self, painted: Painted) -> Trajectory:
+        """A trajectory of denoising steps. What the prompt was encoded to is stored once: with its first sample."""
+        extra: dict[str, Any] = {
+            "media": painted.media,
+            "sigmas": painted.sigmas,
+            "timesteps": painted.timesteps,
+            "sampler": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()},
+        }
+        for name in ("latents", "targets", "means", "stages"):
+            if (tensor := getattr(painted, name)) is not None:
+                extra[name] = tensor
+        if self.key.sample == 0:
+            extra |= painted.conditioning
+        return Trajectory(NO_TOKENS, painted.mask, painted.logp, painted.version, extra=extra)
 
     def episode(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Episode:
         """The finished episode, with its timings."""

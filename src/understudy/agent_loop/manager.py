@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from understudy.agent_loop.worker import AgentLoopWorker, EpisodeFailure
 from understudy.data.trajectory import Episode, EpisodeKey, Prompt
-from understudy.engines.contract import Sampling
+from understudy.engines.contract import Painting, Sampling
 
 Seed = Callable[[Prompt, int], int]
 """(prompt, sample) → seed of the episode"""
@@ -25,7 +25,7 @@ class RolloutManager:
         partition: str,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling,
+        sampling: Sampling | Painting,
         seed: Seed,
         attempt: int = 0,
     ) -> AsyncIterator[Episode | EpisodeFailure]:

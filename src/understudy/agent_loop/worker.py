@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from understudy.agent_loop.contract import AgentLoop, LoopContext, Tokenizer
+from understudy.agent_loop.contract import AgentLoop, LoopContext, Send, Tokenizer
 from understudy.data.trajectory import Episode, EpisodeKey, Prompt
-from understudy.engines.contract import GenerateRequest, Generation, Sampling
+from understudy.engines.contract import Painting, Sampling
 from understudy.errors import UserError
 
 
@@ -30,11 +30,13 @@ class AgentLoopWorker:
 
     loops: Mapping[str, AgentLoop]
     default_loop: str
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     max_prompt_tokens: int
-    send: Callable[[GenerateRequest], Awaitable[Generation]]
+    send: Send
 
-    async def run(self, prompt: Prompt, key: EpisodeKey, sampling: Sampling, seed: int) -> Episode | EpisodeFailure:
+    async def run(
+        self, prompt: Prompt, key: EpisodeKey, sampling: Sampling | Painting, seed: int
+    ) -> Episode | EpisodeFailure:
         """A mistake of the user (`UserError`) stops the run; any other error of a loop fails its episode."""
         name = prompt.agent_loop or self.default_loop
         context = LoopContext(key, seed, sampling, self.tokenizer, self.max_prompt_tokens, self.send)
@@ -64,5 +66,6 @@ def _check(episode: Episode, name: str) -> None:
     if not episode.trajectories:
         raise ValueError(f"loop {name!r} returned an episode without trajectories")
     for number, trajectory in enumerate(episode.trajectories):
-        if len(trajectory.tokens) == 0 or bool(trajectory.mask[0]):
+        painted = len(trajectory.tokens) == 0 and "sigmas" in trajectory.extra
+        if not painted and (len(trajectory.tokens) == 0 or bool(trajectory.mask[0])):
             raise ValueError(f"trajectory {number}: the first token cannot be an action, nothing stands before it")

@@ -13,7 +13,7 @@ from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch
 from understudy.losses.contract import Loss
 
-Payload = Literal["none", "sampled", "top_k", "student_top_k", "union", "full"]
+Payload = Literal["none", "sampled", "top_k", "student_top_k", "union", "full", "step_mean"]
 Derived = Literal["old_logp", "values"]
 
 
@@ -92,5 +92,11 @@ class Algorithm:
     """from per-action columns: where the rows are"""
     aggregate: Callable[[Tensor], Mapping[str, Ragged]] | None = None
     """from the actions of each row of one update → the column `weight`, if the loss is not a mean over actions"""
+    shares: tuple[str, ...] = ()
+    """group-span columns that the model itself needs; those that rows have are fetched"""
+    reads: tuple[Loss, ...] = ()
+    """further columns, named after these, that the learner computes with the weights of before the update"""
+    at_first: Callable[[Batch, Mapping[str, Ragged]], Mapping[str, float]] | None = None
+    """metrics from the first update of a step, whose columns are still those of the weights that acted"""
     critic_losses: tuple[Loss, ...] = ()
     """what the critic learns from the same batch; none means that there is no critic"""

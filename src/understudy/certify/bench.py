@@ -17,7 +17,7 @@ from understudy.certify.toy import TEMPERATURE, VOCABULARY, Cast, Copies, Toy
 from understudy.data.ragged import concatenate
 from understudy.data.trajectory import Batch, Key
 from understudy.learner import update
-from understudy.learner.update import Limits
+from understudy.learner.text import Limits
 from understudy.learning import Schedule, Trainable
 from understudy.losses.contract import Loss, LossSum, ModelOut
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from understudy.config.schema import Config, Pool
+    from understudy.config.schema import Pool, RunConfig
 
 
 class Member(NamedTuple):
@@ -23,7 +23,7 @@ class Member(NamedTuple):
     """others may live there too"""
 
 
-def pool_members(config: Config) -> tuple[Member, ...]:
+def pool_members(config: RunConfig) -> tuple[Member, ...]:
     """All members of a run, in the order of a step."""
     from understudy.config.schema import Reinforcement  # late: the schema checks itself with this
 
@@ -40,14 +40,14 @@ def pool_members(config: Config) -> tuple[Member, ...]:
     return (*found, Member("learner", "learner.pool", config.learner.pool, "learner"))
 
 
-def fill_pools(config: Config, usual: Pool) -> None:
+def fill_pools(config: RunConfig, usual: Pool) -> None:
     """Add the pools that members have by default and the recipe does not describe."""
     for member in pool_members(config):
         if member.pool == member.default:
             config.pools.setdefault(member.pool, usual)
 
 
-def pool_mistakes(config: Config) -> Iterator[str]:
+def pool_mistakes(config: RunConfig) -> Iterator[str]:
     """Everything that is wrong with the arrangement, naming the keys that do not go together."""
     members, pools = pool_members(config), config.pools
     for member in members:

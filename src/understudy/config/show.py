@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from understudy.config.load import DEFAULT, Loaded, description, inline_yaml, leaves
-from understudy.config.schema import Config, ReadWhen
+from understudy.config.base import ReadWhen
+from understudy.config.explain import description
+from understudy.config.load import Loaded, leaves
+from understudy.config.schema import RunConfig
+from understudy.config.tree import DEFAULT, inline_yaml
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +59,7 @@ def table(rows: Sequence[Row], *, descriptions: bool = True) -> Table:
     return result
 
 
-def _is_read(field: FieldInfo, config: Config) -> bool:
+def _is_read(field: FieldInfo, config: RunConfig) -> bool:
     conditions = [marker for marker in field.metadata if isinstance(marker, ReadWhen)]
     return all(_holds(expected, _value(config, key)) for condition in conditions for key, expected in condition.items())
 
@@ -65,7 +68,7 @@ def _holds(expected: Any, value: Any) -> bool:
     return bool(expected(value)) if callable(expected) else value in expected
 
 
-def _value(config: Config, key: str) -> Any:
+def _value(config: RunConfig, key: str) -> Any:
     """The value of a dotted key of the schema; of "" the whole."""
     value: Any = config
     for name in key.split(".") if key else ():

@@ -89,21 +89,33 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """every other column of the row, as it was in the file"""
 
+    @property
+    def request(self) -> str:
+        """What is asked, as people read it: the plain prompt, or the last user message."""
+        if self.text is not None:
+            return self.text
+        users = [m.content for m in self.messages if m.role == "user"]
+        return users[-1] if users else self.messages[-1].content
+
     def __str__(self) -> str:
         return f"row {self.row} of {self.source}"
 
 
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sequence of actions by the student, as token ids.
+    """One sequence of actions by the student: token ids, or denoising steps.
 
-    tokens          <system> <user> hi </> <assistant> Hello ! </>
-    mask             0        0     0  0   0           1     1 1
-    behaviour_logp                                    -0.2 -1.1 -0.1      (action positions only)
+    tokens          <system> <user> hi </> <assistant> Hello ! </>        sigmas           1.0  0.9  0.6  0.3
+    mask             0        0     0  0   0           1     1 1          mask             0    1    1    0
+    behaviour_logp                                    -0.2 -1.1 -0.1      behaviour_logp       -0.9 -0.7
+                                           (action positions only)                     (trained steps only)
     """
 
     tokens: Tensor
-    """int64 [length]: everything the student saw and wrote"""
+    """int64 [length]: everything the student saw and wrote; empty (`NO_TOKENS`) where it paints"""
     mask: Tensor
     """bool [length]: true where the student acted, false on prompt, tool and environment tokens"""
     behaviour_logp: Tensor
@@ -116,25 +128,20 @@ class Trajectory:
     """messages that the tokens before the first action render, where they are not the prompt's own"""
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    media: tuple[str, ...] = ()
-    """references to images or videos, never the media themselves"""
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
     """further declared columns"""
 
     @property
     def prompt_length(self) -> int:
         """Tokens before the first action (all of them if the student never acted)."""
-        return int(self.mask.to(torch.uint8).argmax()) if bool(self.mask.any()) else len(self.tokens)
+        first = self.mask.numpy().tobytes().find(1)
+        return len(self.mask) if first < 0 else first
 
-    def columns(self) -> dict[str, Tensor]:
+    def columns(self) -> dict[str, Any]:
         """The row that the queue stores."""
-        row = {
-            "tokens": self.tokens,
-            "mask": self.mask,
-            "behaviour_logp": self.behaviour_logp,
-            "version": self.version,
-            **self.extra,
-        }
+        row = {"mask": self.mask, "behaviour_logp": self.behaviour_logp, "version": self.version, **self.extra}
+        if len(self.tokens):
+            row["tokens"] = self.tokens
         if self.reward is not None:
             row["reward"] = torch.tensor(self.reward, dtype=torch.float32)
         return row
@@ -156,7 +163,7 @@ class Episode:
         return replace(self, timings=dict(timings))
 
 
-Span = Literal["sequence", "action", "step", "row"]
+Span = Literal["sequence", "action", "step", "row", "group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,23 +174,24 @@ class Column:
     dtype: torch.dtype | None
     """None: not a tensor but any value that JSON can hold, one per trajectory"""
     span: Span
-    """sequence: one value per token; action: per action; step: per denoising step; row: one per trajectory"""
+    """sequence: one value per token; action: per action; step: per denoising step; row: one per trajectory; group: any
+    number, stored once per prompt with the first trajectory of its first sample"""
     producer: str
     """the room that writes it"""
-    trailing: tuple[int | None, ...] = ()
-    """dims after the span's; None is any size, the same within a batch"""
+    trailing: tuple[int | None, ...] | None = ()
+    """dims after the span's; None is any size, the same within a batch; None for all of them: any dims"""
     optional: bool = True
     """a row may be complete without it"""
 
     def __post_init__(self) -> None:
-        if self.dtype is None and (self.span != "row" or self.trailing):
+        if self.dtype is None and (self.span != "row" or self.trailing != ()):
             raise ValueError(f"column {self.name!r} has no dtype, so it holds one value per row: span row, no trailing")
 
 
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
-        Column("tokens", torch.int64, "sequence", "agent_loop", optional=False),
+        Column("tokens", torch.int64, "sequence", "agent_loop"),
         Column("mask", torch.bool, "sequence", "agent_loop", optional=False),
         Column("behaviour_logp", torch.float32, "action", "agent_loop", optional=False),
         Column("version", torch.int32, "action", "agent_loop", optional=False),
@@ -198,6 +206,19 @@ COLUMNS: dict[str, Column] = {
         Column("teacher_hidden", torch.float32, "action", "teachers", trailing=(None,)),
         Column("teacher_index", torch.int32, "row", "teachers"),
         Column("teacher_mass_outside", torch.float32, "row", "teachers"),
+        Column("sigmas", torch.float32, "step", "agent_loop"),
+        Column("timesteps", torch.float32, "step", "agent_loop"),
+        Column("latents", torch.float32, "action", "agent_loop", trailing=None),
+        Column("targets", torch.float32, "action", "agent_loop", trailing=None),
+        Column("means", torch.float32, "action", "agent_loop", trailing=None),
+        Column("teacher_mean", torch.float32, "action", "teachers", trailing=None),
+        Column("media", torch.uint8, "row", "agent_loop", trailing=None),
+        Column("stages", torch.uint8, "row", "agent_loop", trailing=None),
+        Column("sampler", None, "row", "agent_loop"),
+        Column("text", torch.float32, "group", "agent_loop", trailing=(None,)),
+        Column("pooled", torch.float32, "group", "agent_loop"),
+        Column("negative_text", torch.float32, "group", "agent_loop", trailing=(None,)),
+        Column("negative_pooled", torch.float32, "group", "agent_loop"),
     )
 }
 """Every column that a row may carry; a plugin that needs another one adds it here with `declare`."""
@@ -222,6 +243,8 @@ class Batch:
     """row-span columns: [rows, *trailing]"""
     objects: Mapping[str, list[Any]] = field(default_factory=dict)
     """columns without dtype: one value per row"""
+    shared: Mapping[GroupKey, Mapping[str, Tensor]] = field(default_factory=dict)
+    """group-span columns of the groups that the rows belong to"""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -233,6 +256,7 @@ class Batch:
             {name: column.select(indices) for name, column in self.columns.items()},
             {name: values[torch.tensor(indices, dtype=torch.int64)] for name, values in self.rows.items()},
             {name: [values[i] for i in indices] for name, values in self.objects.items()},
+            self.shared,
         )
 
     def row(self, i: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What an engine does: it generates and scores token ids. Text never reaches it, except to look for stop strings.
+"""What an engine does: it generates and scores. A language engine takes token ids, and text never reaches it, except to
+look for stop strings; a diffusion engine takes a prompt and gives media with the denoising steps that made them.
 
 `generate` may be aborted and then returns what it has. `score` looks at action positions only and returns arrays that
 align with them. `load` takes new weights and forgets every cache of older ones.
@@ -69,6 +70,75 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Painting:
+    """How to denoise: the same for all media of a training step, or of an evaluation."""
+
+    steps: int
+    height: int
+    width: int
+    frames: int = 1
+    guidance: float = 1.0
+    negative: str = ""
+    """what guidance leads away from, where a row names nothing itself"""
+    kind: Literal["sde", "cps", "ode"] = "ode"
+    noise_level: float = 0.0
+    """of the steps in the window; all others are deterministic"""
+    window: tuple[int, int] = (0, 0)
+    """half-open: the steps that are random, and trained"""
+    times: int = 0
+    """noise levels to put finished media at, for losses that learn from those (forward process)"""
+    capture: bool = False
+    """give the latents of trained steps, and what the model was conditioned on"""
+    stages: bool = False
+    """give what the picture looked like before every step, and at the end"""
+    means: bool = False
+    """with `capture`: give the means that trained steps were drawn around"""
+
+
+@dataclass(frozen=True, slots=True)
+class PaintRequest:
+    id: str
+    """for abort and for errors"""
+    prompt: str
+    negative: str
+    sampling: Painting
+    seed: int
+    """all noise depends on this alone; not on what shares the batch"""
+    order: tuple[Any, ...] = ()
+    """requests are admitted in this order, e.g. the episode's key"""
+
+
+@dataclass(frozen=True, slots=True)
+class Painted:
+    """A finished picture or video. Steps that are trained are its actions."""
+
+    media: Tensor
+    """uint8 [channels, height, width], or [frames, channels, height, width] for a video"""
+    sigmas: Tensor
+    """float32 [steps]: noise before each step (of the forward process: where the media were put)"""
+    timesteps: Tensor
+    """float32 [steps]: the same in the unit that the model was trained with"""
+    mask: Tensor
+    """bool [steps]: true where the step is trained"""
+    logp: Tensor
+    """float32 [actions]: mean over the dimensions; 0 where nothing was drawn from a Gaussian"""
+    version: Tensor
+    """int32 [actions]"""
+    latents: Tensor | None = None
+    """float32 [actions, …]: before each trained step"""
+    targets: Tensor | None = None
+    """float32 [actions, …]: latents after each trained step; of the forward process, noise minus data"""
+    means: Tensor | None = None
+    """float32 [actions, …]: of the Gaussians that the targets were drawn from, if they were asked for"""
+    conditioning: Mapping[str, Tensor] = field(default_factory=dict)
+    """what the prompt was encoded to, by name"""
+    stages: Tensor | None = None
+    """uint8 [steps + 1, …]"""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """wait (until admitted) and run"""
+
+
+@dataclass(frozen=True, slots=True)
 class Want:
     """What a score request asks for, per action position."""
 
@@ -80,6 +150,8 @@ class Want:
     """log-probs of the ids that the request names"""
     hidden: bool = False
     """final hidden state: with the output head, the full distribution"""
+    step_mean: bool = False
+    """of denoising steps: where the scorer would have gone"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +173,26 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class StepScoreRequest:
+    """Score the trained denoising steps of one medium."""
+
+    key: Key
+    prompt: str
+    negative: str
+    sampling: Painting
+    latents: Tensor
+    """float32 [actions, …]: before each step"""
+    sigmas: Tensor
+    """float32 [actions]"""
+    sigmas_next: Tensor
+    """float32 [actions]"""
+    want: Want
+    route: str
+    """name of the teacher"""
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """Aligned to the action positions of the request, in order."""
 
@@ -114,6 +206,8 @@ class Scores:
     """float32 [actions, k]: of the ids that the request named"""
     hidden: Tensor | None = None
     """float32 [actions, width]"""
+    step_mean: Tensor | None = None
+    """float32 [actions, …]"""
     mass_outside: Tensor | None = None
     """float32 [actions]: probability, at temperature 1, of the ids that the student does not share; None if there are
     none"""

@@ -3,6 +3,9 @@
 Requests wait in key order. `tick` admits what fits, prefills it as one pack and draws one token for every sequence
 under way; `score_batch` computes one pack of score requests. The scheduler of the runtime calls both; nothing here
 looks at the clock, so the same requests give the same batches.
+
+Requests and answers hold CPU tensors, wherever the model computes. Random numbers are drawn on the CPU, so that a
+request gets the same ones on every device.
 """
 
 from __future__ import annotations
@@ -269,7 +272,7 @@ class TorchEngine:
                     self._prefixes.put(tuple(tokens[:-1].tolist()), plan.entry(row, len(tokens) - 1))
         for sequence, tokens in zip(admitted, prompts, strict=True):
             sequence.length = len(tokens)
-        self._draw(admitted, hidden[torch.stack([row[-1] for row in packed.rows])])
+        self._draw(admitted, hidden[torch.stack([row[-1] for row in packed.rows]).to(hidden.device)])
 
     def _decode(self, sequences: list[_Sequence]) -> None:
         """One more token for sequences that were under way before this tick; they hold the first slots."""
@@ -284,17 +287,18 @@ class TorchEngine:
 
     def _draw(self, sequences: list[_Sequence], hidden: Tensor) -> None:
         logits = self.model.head(hidden, self.vocabulary)
+        device = logits.device
         samplings = [s.request.sampling for s in sequences]
         settings = DrawSettings(
-            temperature=torch.tensor([s.temperature for s in samplings]),
-            top_p=torch.tensor([s.top_p for s in samplings]),
-            top_k=torch.tensor([s.top_k for s in samplings]),
+            temperature=torch.tensor([s.temperature for s in samplings], device=device),
+            top_p=torch.tensor([s.top_p for s in samplings], device=device),
+            top_k=torch.tensor([s.top_k for s in samplings], device=device),
             truncated=any(s.top_p < 1.0 or s.top_k > 0 for s in samplings),
         )
-        uniform = torch.tensor([s.uniform[len(s.tokens)] for s in sequences], dtype=torch.float64)
+        uniform = torch.tensor([s.uniform[len(s.tokens)] for s in sequences], dtype=torch.float64, device=device)
         drawn = draw(logits, uniform, settings, _banned(sequences, logits))
         if wanted := min(max(s.top_ids for s in samplings), logits.shape[-1]):
-            for sequence, best in zip(sequences, logits.topk(wanted, dim=-1).indices, strict=True):
+            for sequence, best in zip(sequences, logits.topk(wanted, dim=-1).indices.cpu(), strict=True):
                 if sequence.request.sampling.top_ids:
                     sequence.top_ids.append(best[: sequence.request.sampling.top_ids].clone())
         for sequence, token, logp, cut in zip(
@@ -366,12 +370,12 @@ class TorchEngine:
     def _scores_of(self, request: ScoreRequest, hidden: Tensor, row: Tensor) -> Scores:
         """The state before position t judges the token at t."""
         actions = torch.cat([torch.arange(a, b) for a, b in request.spans] or [torch.empty(0, dtype=torch.int64)])
-        states = hidden[row[actions - 1]]
+        states = hidden[row[actions - 1].to(hidden.device)]
         want = request.want
         logp, ids, top, given, outside = [], [], [], [], []
         narrowed = self.vocabulary is not None and self.vocabulary < self.model.head.vocabulary
         if want.sampled or want.top_k or want.given or narrowed:
-            taken = request.tokens[actions]
+            taken = request.tokens[actions].to(hidden.device)
             for at in range(0, len(states), self.logit_rows):
                 chunk = slice(at, at + self.logit_rows)
                 logits = self.model.head(states[chunk])
@@ -386,15 +390,15 @@ class TorchEngine:
                     top.append(best.values)
                 if want.given:
                     assert request.ids is not None
-                    given.append(distribution.gather(-1, request.ids[chunk]))
+                    given.append(distribution.gather(-1, request.ids[chunk].to(hidden.device)))
         empty = torch.empty(0, want.top_k)
         return Scores(
-            logp=torch.cat(logp or [torch.empty(0)]) if want.sampled else None,
-            topk_ids=torch.cat(ids or [empty.long()]) if want.top_k else None,
-            topk_logp=torch.cat(top or [empty]) if want.top_k else None,
-            given_logp=torch.cat(given or [torch.empty(0, _width(request))]) if want.given else None,
-            hidden=states.float() if want.hidden else None,
-            mass_outside=torch.cat(outside or [torch.empty(0)]) if narrowed else None,
+            logp=torch.cat(logp or [torch.empty(0)]).cpu() if want.sampled else None,
+            topk_ids=torch.cat(ids or [empty.long()]).cpu() if want.top_k else None,
+            topk_logp=torch.cat(top or [empty]).cpu() if want.top_k else None,
+            given_logp=torch.cat(given or [torch.empty(0, _width(request))]).cpu() if want.given else None,
+            hidden=states.float().cpu() if want.hidden else None,
+            mass_outside=torch.cat(outside or [torch.empty(0)]).cpu() if narrowed else None,
         )
 
 
@@ -412,7 +416,7 @@ def _banned(sequences: list[_Sequence], logits: Tensor) -> Tensor | None:
     ]
     if not early:
         return None
-    banned = torch.zeros(logits.shape, dtype=torch.bool)
+    banned = torch.zeros_like(logits, dtype=torch.bool)
     for row, ids in early:
         banned[row, ids] = True
     return banned

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from understudy.config.schema import Optimizer as Settings
+from understudy.config.schema import UpdateRule as Settings
 
 
 def build_optimizer(settings: Settings, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

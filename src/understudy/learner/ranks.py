@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-from understudy.models.causal_lm import CausalLM
 
 T = TypeVar("T")
 
@@ -30,7 +28,7 @@ class Ranks:
         """Scale the gradients down to this norm; returns the norm that the whole gradient had."""
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
-    def settle(self, model: CausalLM) -> None:
+    def settle(self, model: Any) -> None:
         """Give back what a forward pass without a backward pass has left behind."""
 
 

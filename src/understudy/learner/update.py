@@ -1,29 +1,24 @@
-"""One update from one batch: packed forward, chunked losses, one division, one optimizer step.
+"""One update from one batch: passes through the model, chunked losses, one division, one optimizer step.
 
-The learner does not know which algorithm runs: it is given losses that return sums over actions, and divides them once
-by the number of actions in the whole batch, known before the first backward pass. So micro-batches, chunks and ranks
-only split the work. Each rank is given its own rows; gradients and metrics are those of all ranks, columns its own.
-
-Logits exist for `logit_tokens` actions at a time: each chunk is differentiated down to its hidden states at once, and
-the hidden states' gradients then go through the model in one backward pass.
+The learner does not know which algorithm runs, nor on what: it is given losses that return sums over actions, and a cut
+that takes the actions of a batch through the model, a pass at a time. The sums are divided once by the number of
+actions in the whole batch, known before the first backward pass. So passes, chunks and ranks only split the work. Each
+rank is given its own rows; gradients and metrics are those of all ranks, columns its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from understudy.data.ragged import Ragged, offsets_of
 from understudy.data.trajectory import Batch, Key
-from understudy.learner.packing import micro_batches
 from understudy.learner.ranks import Ranks, alone
-from understudy.losses.contract import Loss, ModelOut
-from understudy.models.causal_lm import CausalLM
-from understudy.models.packing import pack
+from understudy.losses.contract import Loss
 
 
 class NonFiniteLoss(RuntimeError):
@@ -37,50 +32,84 @@ class NonFiniteLoss(RuntimeError):
         return type(self), (str(self), self.keys)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How the work is cut."""
+class Chunk(NamedTuple):
+    """Actions whose losses are taken at once."""
 
-    micro_batch_tokens: int
-    logit_tokens: int
-    temperature: float
-    """the rollout's, so that learner and sampler mean the same distribution"""
-    vocabulary: int
-    """ids that student and teachers share"""
+    out: Any
+    """what losses are given: ModelOut, FlowOut"""
+    columns: Mapping[str, Tensor]
+    """of these actions; row-span columns are repeated for each"""
+    seen: Mapping[str, Tensor]
+    """[actions]: for the record, whatever the losses are"""
+
+
+class Pass(Protocol):
+    """One forward pass over some of a batch's actions."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [actions]: which actions of the batch they are, in the order of the chunks"""
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Each must be differentiated, if at all, before the next is asked for."""
+
+    def backward(self) -> None:
+        """After the last chunk: what is left of the way back to the weights."""
+
+
+class Cut(Protocol):
+    """How the actions of a batch go through a model: `learner.text.Limits`, `learner.flow.StepLimits`."""
+
+    def split(self, batch: Batch) -> list[list[int]]:
+        """What each pass is made of, in numbers that `run` understands."""
+
+    def run(self, model: Any, batch: Batch, part: list[int]) -> Pass:
+        """Forward. An empty part goes through the model too, so that ranks stay together; its gradient is zero."""
+
+    def neutral(self) -> Cut:
+        """The same for evaluation, which asks what the model means rather than what rollout drew from."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Per-action values of a whole batch, gathered micro-batch by micro-batch, rows in order."""
+    """Per-action values of a whole batch, gathered pass by pass."""
 
+    offsets: Tensor
+    """of the batch's actions"""
     values: dict[str, list[Tensor]] = field(default_factory=dict)
-    lengths: list[Tensor] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
 
-    def add(self, values: Mapping[str, list[Tensor]], lengths: Tensor) -> None:
-        """Values of a micro-batch; one without actions has no values, but its rows count."""
-        for name, chunks in values.items():
-            self.values.setdefault(name, []).extend(chunks)
-        self.lengths.append(lengths)
+    @classmethod
+    def of(cls, batch: Batch) -> Tally:
+        return cls(action_offsets(batch))
 
     def columns(self) -> dict[str, Ragged]:
         """Row i of every column belongs to row i of the batch."""
-        offsets = offsets_of(torch.cat(self.lengths)) if self.lengths else torch.zeros(1, dtype=torch.int64)
-        return {name: Ragged(torch.cat(chunks), offsets) for name, chunks in self.values.items()}
+        order = torch.cat(self.positions) if self.positions else torch.zeros(0, dtype=torch.int64)
+        back = None if bool((order.diff() > 0).all()) else order.argsort()
+        joined = {name: torch.cat(chunks) for name, chunks in self.values.items()}
+        return {name: Ragged(v if back is None else v[back], self.offsets) for name, v in joined.items()}
+
+
+def action_offsets(batch: Batch) -> Tensor:
+    """int64 [rows + 1]: where the actions of each row begin among all actions."""
+    mask = batch.columns["mask"]
+    return offsets_of(mask.values.to(torch.int64))[mask.offsets]
 
 
 def update(
-    model: CausalLM,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     losses: Sequence[Loss],
-    limits: Limits,
+    cut: Cut,
     clip_norm: float,
     parameters: Sequence[torch.nn.Parameter],
     ranks: Ranks = alone,
 ) -> tuple[dict[str, float], dict[str, Ragged]]:
     """Metrics of the update, and per-action columns for the record."""
     optimizer.zero_grad(set_to_none=False)  # the buffers stay: giving them back would only fault them in again
-    columns = accumulate(model, batch, losses, limits, ranks)
+    columns = accumulate(model, batch, losses, cut, ranks)
     if not any(ranks.all(bool(columns))):
         return {"grad_norm": 0.0}, columns  # nobody acted: nothing to learn from, and no momentum to follow either
     norm = ranks.clip(parameters, clip_norm)
@@ -90,49 +119,37 @@ def update(
     return {"grad_norm": float(norm), **summarise(columns, ranks)}, columns
 
 
-def accumulate(
-    model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits, ranks: Ranks = alone
-) -> dict[str, Ragged]:
+def accumulate(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: Ranks = alone) -> dict[str, Ragged]:
     """Add the gradient of the whole batch's mean loss to the parameters."""
     actions = sum(ranks.all(int(batch.columns["mask"].values.sum())))
     if actions == 0:
         return {}
-    tally = Tally()
-    for rows in _splits(batch, limits, ranks):
-        part = batch.select(rows)
-        hidden, lengths = _action_states(model, part)
-        gradient = torch.empty_like(hidden)
-        values: dict[str, list[Tensor]] = {}
+    tally = Tally.of(batch)
+    for part in _passes(batch, cut, ranks):
+        work = cut.run(model, batch, part)
         finite = True
-        for at, chunk in _chunks(part, lengths, hidden.detach(), limits.logit_tokens):
-            chunk.hidden.requires_grad_()
-            total = _sum(model, chunk, losses, limits, values) / actions
+        for chunk in work.chunks():
+            total = _sum(chunk, losses, tally) / actions
             finite = bool(torch.isfinite(total))
             if not finite:
                 break
             total.backward()
-            assert chunk.hidden.grad is not None
-            gradient[at] = chunk.hidden.grad
         if not all(ranks.all(finite)):
-            raise NonFiniteLoss("the loss is not finite", _guilty(model, batch, losses, limits, ranks))
-        hidden.backward(gradient)
-        tally.add(values, lengths)
+            raise NonFiniteLoss("the loss is not finite", _guilty(model, batch, losses, cut, ranks))
+        work.backward()
+        tally.positions.append(work.positions)
     return tally.columns()
 
 
 @torch.no_grad()
-def measure(
-    model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits, ranks: Ranks = alone
-) -> dict[str, Ragged]:
+def measure(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: Ranks = alone) -> dict[str, Ragged]:
     """The per-action columns of the losses, without a gradient."""
-    tally = Tally()
-    for rows in _splits(batch, limits, ranks):
-        part = batch.select(rows)
-        hidden, lengths = _action_states(model, part)
-        values: dict[str, list[Tensor]] = {}
-        for _, chunk in _chunks(part, lengths, hidden, limits.logit_tokens):
-            _sum(model, chunk, losses, limits, values)
-        tally.add(values, lengths)
+    tally = Tally.of(batch)
+    for part in _passes(batch, cut, ranks):
+        work = cut.run(model, batch, part)
+        for chunk in work.chunks():
+            _sum(chunk, losses, tally)
+        tally.positions.append(work.positions)
     ranks.settle(model)
     return tally.columns()
 
@@ -164,67 +181,31 @@ class _Extent(NamedTuple):
         return cls(len(values), float(values.mean()), float(values.min()), float(values.max()))
 
 
-@dataclass(slots=True)
-class _Chunk:
-    hidden: Tensor
-    ids: Tensor
-    columns: dict[str, Tensor]
+def _passes(batch: Batch, cut: Cut, ranks: Ranks) -> list[list[int]]:
+    """Ranks pass through the model together: one that has nothing left goes along with nothing."""
+    parts = cut.split(batch)
+    return parts + [[]] * (max(ranks.all(len(parts))) - len(parts))
 
 
-def _splits(batch: Batch, limits: Limits, ranks: Ranks) -> list[list[int]]:
-    """Rows of each pass. Ranks pass through the model together: one that has no rows left goes along with none."""
-    splits = micro_batches(batch.columns["tokens"].lengths.tolist(), limits.micro_batch_tokens)
-    return splits + [[]] * (max(ranks.all(len(splits))) - len(splits))
-
-
-def _action_states(model: CausalLM, part: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states [actions, width] that chose the actions of these rows, and the number of actions of each row.
-
-    Without rows, one token that nobody chose goes through the model, so that its gradient is zero.
-    """
-    sequences = part.columns["tokens"].rows() or [torch.zeros(1, dtype=torch.int64)]
-    masks = part.columns["mask"].rows() or [torch.zeros(1, dtype=torch.bool)]
-    packed = pack(sequences)
-    hidden = model.forward_pack(packed)
-    before = [row[mask.nonzero().squeeze(-1) - 1] for row, mask in zip(packed.rows, masks, strict=True)]
-    lengths = torch.tensor([len(b) for b in before[: len(part)]], dtype=torch.int64)
-    return hidden[torch.cat(before)], lengths
-
-
-def _chunks(part: Batch, lengths: Tensor, hidden: Tensor, size: int) -> Iterator[tuple[slice, _Chunk]]:
-    ids = part.columns["tokens"].values[part.columns["mask"].values]
-    columns = {name: c.values for name, c in part.columns.items() if name not in ("tokens", "mask")}
-    columns |= {name: values.repeat_interleave(lengths, dim=0) for name, values in part.rows.items()}
-    for start in range(0, len(ids), size):
-        at = slice(start, start + size)
-        yield at, _Chunk(hidden[at], ids[at], {name: values[at] for name, values in columns.items()})
-
-
-def _sum(
-    model: CausalLM, chunk: _Chunk, losses: Sequence[Loss], limits: Limits, values: dict[str, list[Tensor]]
-) -> Tensor:
+def _sum(chunk: Chunk, losses: Sequence[Loss], tally: Tally) -> Tensor:
     """The weighted sum of all losses over a chunk. A column that an earlier loss reported too gets the later one's name
     before its own."""
-    head: Callable[[Tensor], Tensor] = lambda hidden: model.head(hidden, limits.vocabulary)  # noqa: E731
-    out = ModelOut(chunk.hidden, chunk.ids, head, limits.temperature, model.values)
-    total = torch.zeros((), dtype=chunk.hidden.dtype)
-    mine: dict[str, Tensor] = {}
-    if model.value_head is None and model.head.vocabulary > limits.vocabulary:
-        mine["mass_outside"] = model.head.mass_outside(chunk.hidden.detach(), limits.vocabulary)
+    total: Tensor | None = None
+    mine: dict[str, Tensor] = dict(chunk.seen)
     for number, loss in enumerate(losses):
-        result = loss(out, chunk.columns)
-        total = total + loss.coefficient * result.total
+        result = loss(chunk.out, chunk.columns)
+        total = loss.coefficient * result.total if total is None else total + loss.coefficient * result.total
         for name, column in result.per_action.items():
             mine[name if name not in mine else f"{loss.name}/{number}/{name}"] = column
     for name, column in mine.items():
-        values.setdefault(name, []).append(column)
-    return total
+        tally.values.setdefault(name, []).append(column.cpu())
+    return torch.zeros(()) if total is None else total
 
 
-def _guilty(model: CausalLM, batch: Batch, losses: Sequence[Loss], limits: Limits, ranks: Ranks) -> list[Key]:
+def _guilty(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: Ranks) -> list[Key]:
     """The rows of all ranks whose values are not finite, wherever the work was cut; all rows if no column tells."""
     found: set[int] = set()
-    for column in measure(model, batch, losses, limits, ranks).values():
+    for column in measure(model, batch, losses, cut, ranks).values():
         found.update(column.row_ids()[~torch.isfinite(column.values.float())].tolist())
     return _joined(ranks.all([batch.keys[row] for row in sorted(found)])) or _joined(ranks.all(batch.keys))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -89,5 +89,6 @@ class Loss(Protocol):
     @property
     def coefficient(self) -> float: ...
 
-    def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
-        """`columns`: the chunk's action-span columns [actions, …], and row-span columns repeated for each action."""
+    def __call__(self, out: Any, columns: Mapping[str, Tensor]) -> LossSum:
+        """`out`: ModelOut, or FlowOut for denoising steps. `columns`: the chunk's action-span columns [actions, …], and
+        row-span columns repeated for each action."""

@@ -6,14 +6,62 @@ deviation of the whole step (s√|dt| for sde), as `policy.flow.transition` give
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from understudy.losses import policy_gradient
 from understudy.losses.policy_gradient import Clipped
+from understudy.policy import flow
 
 SMALLEST_ERROR = 1e-5
 """Below this mean error the NFT loss stops dividing by it."""
+
+
+@dataclass(frozen=True)
+class FlowOut:
+    """What the student computes at some trained steps, each a row. Means and log-probs are made on demand."""
+
+    velocity: Tensor
+    """[rows, …], with gradient"""
+    latents: Tensor
+    targets: Tensor
+    """what the steps led to; of the forward process, noise minus data"""
+    sigma: Tensor
+    sigma_next: Tensor
+    kind: flow.Kind
+    noise_level: float
+    reference_velocity: Callable[[], Tensor]
+    """of the model before training, without gradient"""
+
+    @cached_property
+    def step(self) -> flow.Transition:
+        return self._transition(self.velocity)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.step.mean
+
+    @property
+    def std(self) -> Tensor:
+        return self.step.std
+
+    @cached_property
+    def logp(self) -> Tensor:
+        """[rows]: of the steps that were taken"""
+        return flow.log_prob(self.targets, self.mean, self.std)
+
+    @cached_property
+    def reference_mean(self) -> Tensor:
+        return self._transition(self.reference_velocity()).mean
+
+    def _transition(self, velocity: Tensor) -> flow.Transition:
+        return flow.transition(
+            self.latents, velocity, self.sigma, self.sigma_next, kind=self.kind, noise_level=self.noise_level
+        )
 
 
 def flow_grpo(log_ratio: Tensor, advantage: Tensor, clip: float) -> Clipped:

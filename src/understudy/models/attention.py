@@ -93,7 +93,7 @@ class DecodePlan:
     def mask(self, window: int | None) -> Tensor:
         """bool [active, 1, 1, longest]."""
         if window not in self.masks:
-            seen = torch.arange(self.longest)[None, :]
+            seen = torch.arange(self.longest, device=self.positions.device)[None, :]
             allowed = seen <= self.positions[:, None]
             if window is not None:
                 allowed &= self.positions[:, None] - seen < window
@@ -171,7 +171,7 @@ def _attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scale / softcap)
     if causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(dim=-1) @ v
@@ -188,7 +188,7 @@ def _decode(
     softcap: float | None,
 ) -> Tensor:
     active, heads, _, width = query.shape
-    rows = torch.arange(active)
+    rows = torch.arange(active, device=query.device)
     plan.cache.keys[layer][rows, :, plan.positions] = key[:, :, 0]
     plan.cache.values[layer][rows, :, plan.positions] = value[:, :, 0]
     k = plan.cache.keys[layer][:active, :, : plan.longest]

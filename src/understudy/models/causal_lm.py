@@ -47,7 +47,10 @@ class OutputHead:
 
 
 class CausalLM:
-    """Wraps a `transformers` causal language model (with or without adapters) loaded with attention "understudy"."""
+    """Wraps a `transformers` causal language model (with or without adapters) loaded with attention "understudy".
+
+    It computes where its weights are. Packs, tokens and positions may come from the CPU; hidden states stay there.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -62,9 +65,14 @@ class CausalLM:
         self._decoder: LlamaDecoder | None = None
         self._adopt()
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.head.linear.weight.device
+
     def add_value_head(self) -> None:
         """Make a critic of it: from now on it predicts returns, at first 0 everywhere."""
-        self.value_head = LeanLinear(self.width, 1, dtype=self.model.dtype)
+        self.value_head = LeanLinear(self.width, 1, dtype=self.model.dtype, device=self.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
@@ -77,11 +85,13 @@ class CausalLM:
 
     def forward_pack(self, packed: Pack) -> Tensor:
         """Final hidden states [n, width] of a pack."""
+        packed = packed.to(self.device)
         return self._run(packed.tokens[None], packed.positions[None], PackPlan(packed))[0]
 
     @torch.no_grad()
     def prefill(self, packed: Pack) -> tuple[Tensor, PackPlan]:
         """Final hidden states of a pack, and a plan that holds its keys and values by layer."""
+        packed = packed.to(self.device)
         plan = PackPlan(packed, capture=True)
         hidden = self._run(packed.tokens[None], packed.positions[None], plan)[0]
         return hidden, plan
@@ -89,9 +99,11 @@ class CausalLM:
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
         """Final hidden states [active, width] of one more token in each active slot."""
+        longest = int(positions.max()) + 1
+        tokens, positions = tokens.to(self.device), positions.to(self.device)
         if self._decoder is not None:
-            return self._decoder(tokens, positions, cache)
-        plan = DecodePlan(cache, positions, int(positions.max()) + 1)
+            return self._decoder(tokens, positions, longest, cache)
+        plan = DecodePlan(cache, positions, longest)
         return self._run(tokens[:, None], positions[:, None], plan)[:, 0]
 
     def _run(self, tokens: Tensor, positions: Tensor, plan: PackPlan | DecodePlan) -> Tensor:
@@ -110,7 +122,8 @@ class CausalLM:
         sequences[1][:4] = sequences[0][:4]
         self.model.set_attn_implementation("eager")
         try:
-            expected = self.model(input_ids=sequences[1][None], use_cache=False).logits[0].float()
+            ids = sequences[1][None].to(self.device)
+            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
         finally:
             self.model.set_attn_implementation(NAME)
         make_lean(self.model)
@@ -120,7 +133,7 @@ class CausalLM:
         except (TypeError, AttributeError) as error:
             raise UnsupportedAttention(f"{name} cannot be computed on packs: {error}") from error
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 5e-2
-        if (gap := relative_gap(self.head(hidden[packed.rows[1]]), expected)) > tolerance:
+        if (gap := relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)) > tolerance:
             raise UnsupportedAttention(
                 f"{name} computes something else on packs than on its own (relative gap {gap:.2g}): "
                 "this architecture is not supported"
@@ -130,9 +143,9 @@ class CausalLM:
             cache = KeyValueCache()
             cache.reserve(plan.keys, 2, 8)
             fill_cache(plan, cache, [0, 1], [None, None])
-            last = torch.stack([sequence[-1] for sequence in sequences])
-            again = decoder(last, torch.tensor([5, 5]), cache)
-            close = relative_gap(again, hidden[torch.stack([row[-1] for row in packed.rows])]) <= tolerance
+            last = torch.stack([sequence[-1] for sequence in sequences]).to(self.device)
+            again = decoder(last, torch.tensor([5, 5], device=self.device), 6, cache)
+            close = relative_gap(again, hidden[torch.stack([row[-1] for row in plan.pack.rows])]) <= tolerance
             self._decoder = decoder if close else None
 
 

@@ -110,7 +110,9 @@ def from_toy(path: str, report: Progress) -> Path:
     """The directory of `toy:digits` (seed 0), `toy:digits-SEED`, `toy:digit-classifier` or `toy:digit-judge`, made once
     per machine."""
     if path == "toy:digit-classifier":
-        return made_once(f"toy-digit-classifier-{_RECIPE}", "training a digit classifier", build_classifier, report, Path.is_dir)
+        return made_once(
+            f"toy-digit-classifier-{_RECIPE}", "training a digit classifier", build_classifier, report, Path.is_dir
+        )
     if path == "toy:digit-judge":
         return made_once(f"toy-digit-judge-{_RECIPE}", "training a judge of digits", build_judge, report, Path.is_dir)
     match = re.fullmatch(r"toy:digits(?:-(\d{1,9}))?", path)

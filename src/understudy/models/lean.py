@@ -72,7 +72,7 @@ class LeanEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             return nn.functional.embedding(input, self.weight)
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros((), device=self.weight.device, requires_grad=True)
         out: Tensor = _AccumulatingLookup.apply(input, self.weight, anchor)  # type: ignore[no-untyped-call]
         return out
 

@@ -32,13 +32,14 @@ class LlamaDecoder:
         self.scale: float = attention.scaling
         self.eps: float = config.rms_norm_eps
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, cache: KeyValueCache) -> Tensor:
+        """`longest`: positions.max() + 1."""
         x = self.backbone.embed_tokens(tokens)
-        longest = int(positions.max()) + 1
         cos, sin = self.backbone.rotary_emb(x[:, None], positions[:, None])
-        mask = torch.zeros(len(tokens), 1, 1, longest, dtype=x.dtype)
-        mask.masked_fill_((torch.arange(longest)[None, :] > positions[:, None])[:, None, None], float("-inf"))
-        rows = torch.arange(len(tokens))
+        mask = torch.zeros(len(tokens), 1, 1, longest, dtype=x.dtype, device=x.device)
+        later = torch.arange(longest, device=x.device)[None, :] > positions[:, None]
+        mask.masked_fill_(later[:, None, None], float("-inf"))
+        rows = torch.arange(len(tokens), device=x.device)
         for number, layer in enumerate(self.layers):
             attended = self._attend(layer, x, cos, sin, mask, cache.keys[number], cache.values[number], rows, positions)
             x = x + linear(attended, layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias)

@@ -85,12 +85,19 @@ class Pack:
     lengths: tuple[int, ...] = ()
     """flat length of each segment"""
 
+    def to(self, device: torch.device) -> Pack:
+        """The same on another device; itself if it is there. Cached prefixes are with the model that made them."""
+        if self.tokens.device == device:
+            return self
+        rows = tuple(row.to(device) for row in self.rows)
+        return Pack(self.tokens.to(device), self.positions.to(device), self.segments, rows, lengths=self.lengths)
+
     def mask(self, number: int, window: int | None) -> Tensor:
         """bool [own, ancestors + own]: what a segment may look at."""
         if (number, window) not in self.masks:
             segment = self.segments[number]
-            own = torch.arange(segment.position, segment.position + segment.end - segment.start)
-            seen = torch.arange(0, segment.position + segment.end - segment.start)
+            seen = torch.arange(0, segment.position + segment.end - segment.start, device=self.tokens.device)
+            own = seen[segment.position :]
             allowed = seen[None, :] <= own[:, None]
             if window is not None:
                 allowed &= own[:, None] - seen[None, :] < window
@@ -103,7 +110,7 @@ def pack(
     cached: Sequence[PrefixEntry | None] | None = None,
     shortest_prefix: int = SHORTEST_PREFIX,
 ) -> Pack:
-    """Lay sequences out as a forest of shared beginnings."""
+    """Lay sequences out as a forest of shared beginnings. The pack is on the CPU; a model takes it to its device."""
     builder = _Builder([s.tolist() for s in sequences], shortest_prefix)
     entries = cached if cached is not None else [None] * len(sequences)
     by_entry: dict[int, list[int]] = {}

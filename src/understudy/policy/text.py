@@ -66,7 +66,7 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor
         kept = _truncate(kept, settings.top_p, settings.top_k)
     ids, total = _inverse_transform(kept, uniform)
     ids = torch.where(greedy, kept.argmax(dim=-1), ids) if bool(greedy.any()) else ids
-    mass_cut = torch.zeros(len(logits))
+    mass_cut = torch.zeros(len(logits), device=logits.device)
     if banned is not None or settings.truncated:
         mass_cut = (1.0 - total).clamp_min(0.0).float()
     lost = total == 0
@@ -94,10 +94,10 @@ def _inverse_transform(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     block = torch.searchsorted(ends, target, right=True).clamp_max(ends.shape[1] - 1)
     block = torch.where(blocks.gather(1, block) > 0, block, blocks.argmax(dim=-1, keepdim=True))
     before = ends.gather(1, block) - blocks.gather(1, block)
-    inside = padded[torch.arange(rows), block[:, 0]].cumsum(dim=-1, dtype=torch.float64)
+    inside = padded[torch.arange(rows, device=padded.device), block[:, 0]].cumsum(dim=-1, dtype=torch.float64)
     within = torch.searchsorted(inside, (target - before).clamp_min(0.0), right=True)
     # Rounding may put the target at the very end: the last id of the block that can be drawn is meant then.
-    drawable = padded[torch.arange(rows), block[:, 0]] > 0
+    drawable = padded[torch.arange(rows, device=padded.device), block[:, 0]] > 0
     last = BLOCK - 1 - drawable.flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return (block * BLOCK + torch.minimum(within, last)).squeeze(-1), total
 

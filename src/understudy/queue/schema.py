@@ -53,18 +53,24 @@ def describe(columns: Mapping[str, Any]) -> Described:
     mask, version = (columns[name] if _sound(forms, name) else None for name in ("mask", "version"))
     return Described(
         forms,
-        tuple(name for name, column in COLUMNS.items() if not column.optional and name not in columns),
+        _missing(columns),
         None if mask is None else int(mask.count_nonzero()),
         None if version is None or version.numel() == 0 else int(version.min()),
     )
+
+
+def _missing(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """Every row has the required columns, and a sequence: of tokens, or of denoising steps."""
+    names = [name for name, column in COLUMNS.items() if not column.optional and name not in columns]
+    return tuple(names if "tokens" in columns or "sigmas" in columns else ["tokens", *names])
 
 
 def check_row(key: Key, row: Described) -> Lengths:
     """Check a whole row, as it is put; returns its lengths, against which later columns are checked."""
     mistakes = [f"{name}: missing, and every row needs it" for name in row.missing]
     lengths: Lengths = {}
-    if _sound(row.columns, "tokens"):
-        lengths["sequence"] = row.columns["tokens"].length
+    if (name := "tokens" if "tokens" in row.columns else "sigmas") and _sound(row.columns, name):
+        lengths["sequence"] = row.columns[name].length
     if row.actions is not None and lengths.get("sequence", row.columns["mask"].length) == row.columns["mask"].length:
         lengths["action"] = row.actions
     lengths, more = _check(row.columns, lengths)
@@ -122,7 +128,7 @@ def join(rows: Mapping[Key, Mapping[str, Any]], names: Iterable[str]) -> Batch:
         if column.dtype is None:
             objects[name] = parts
             continue
-        empty = torch.empty(0, *(dim or 0 for dim in column.trailing), dtype=column.dtype)  # open dims are 0
+        empty = torch.empty(0, *(dim or 0 for dim in column.trailing or ()), dtype=column.dtype)  # open dims are 0
         if column.span == "row":
             single[name] = torch.stack(parts) if parts else empty
         else:
@@ -160,7 +166,7 @@ def _check(columns: Mapping[str, ColumnForm], known: Lengths) -> tuple[Lengths, 
     mistakes: list[str] = []
     for name, form in columns.items():
         problem = form.problem
-        if problem is None and form.span != "row":
+        if problem is None and form.span not in ("row", "group"):
             if form.span == "step":
                 lengths.setdefault("step", form.length)
             problem = _fits(form, lengths)
@@ -175,6 +181,8 @@ def _problem(column: Column, dtype: torch.dtype, shape: tuple[int, ...]) -> str 
         return f"dtype is {dtype}, expected {column.dtype}"
     lead = column.span != "row"
     wanted = column.trailing
+    if wanted is None:
+        return None if len(shape) >= lead else f"shape is {list(shape)}, expected [{column.span}, …]"
     wrong = any(want not in (None, size) for want, size in zip(wanted, shape[lead:], strict=False))
     if len(shape) == lead + len(wanted) and not wrong:
         return None

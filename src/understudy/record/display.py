@@ -159,6 +159,8 @@ def _facts(metrics: Mapping[str, float]) -> list[str]:
     facts = [f"{name} {number(metrics[name])}" for name in names if name != "loss" or len(names) == 1]
     if "tokens_per_second" in metrics:
         facts.append(f"{number(metrics['tokens_per_second'])} tok/s")
+    if "pictures_per_second" in metrics:
+        facts.append(f"{number(metrics['pictures_per_second'])} pictures/s")
     return facts
 
 

@@ -28,16 +28,19 @@ class Measure:
 
 _KNOWN = {
     "reward": Measure("Reward", "", "difference", "higher"),
+    "accuracy": Measure("Accuracy", "", "points", "higher"),
+    "gold_accuracy": Measure("Accuracy, independent judge", "", "points", "higher"),
     "kl": Measure("KL(student‖teacher)", "nats/token", "percent", "lower"),
     "kl_fixed": Measure("KL(teacher‖student), fixed text", "nats/token", "percent", "lower"),
     "top1_agreement": Measure("Top-1 agreement", "", "points", "higher"),
-    "loss": Measure("Loss", "nats/token", "percent", "lower"),
+    "loss": Measure("Loss", "", "percent", "lower"),
     "entropy": Measure("Entropy", "nats/token"),
     "length": Measure("Answer length", "tokens"),
     "explained_variance": Measure("Explained variance of the critic", "", "difference", "higher"),
     "grad_norm": Measure("Gradient norm"),
     "lr": Measure("Learning rate"),
     "tokens_per_second": Measure("Throughput", "tokens/s"),
+    "pictures_per_second": Measure("Throughput", "pictures/s"),
 }
 
 

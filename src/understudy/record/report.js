@@ -63,6 +63,23 @@ document.addEventListener("pointerover", (event) => {
   showTip([token.dataset.value], box.left, box.bottom - 12);
 });
 
+// Without a script every evaluation is shown below the other; with one, a slider goes through them.
+for (const grids of document.querySelectorAll(".grids")) {
+  const pictures = [...grids.querySelectorAll(".picture")];
+  if (pictures.length < 2) continue;
+  const slider = document.createElement("input");
+  Object.assign(slider, { type: "range", min: 0, max: pictures.length - 1, value: pictures.length - 1 });
+  const show = () => {
+    pictures.forEach((picture, i) => { picture.hidden = i !== slider.valueAsNumber; });
+    slider.setAttribute("aria-valuetext", pictures[slider.valueAsNumber].querySelector("h3").textContent);
+  };
+  slider.addEventListener("input", show);
+  const label = document.createElement("label");
+  label.append("First evaluation", slider, "last");
+  grids.prepend(label);
+  show();
+}
+
 document.getElementById("theme").addEventListener("click", () => {
   const root = document.documentElement;
   const now = root.style.colorScheme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

@@ -1,6 +1,7 @@
 """report.html: one file that shows a run to somebody who has nothing else of it. No network, no outside assets.
 
-Everything in it that a model or a dataset wrote is escaped, and the page allows no script but its own (by hash).
+Everything in it that a model or a dataset wrote is escaped, and the page allows no script but its own (by hash) and no
+images but those inside it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 from understudy.record.answers import answers_section
 from understudy.record.chart import COLOURS, Series, line_chart, stacked_chart
 from understudy.record.files import write_atomic
+from understudy.record.images import ImageRecord, Picture, evenly
 from understudy.record.measures import (
     PHASE,
     change_text,
@@ -34,6 +36,8 @@ from understudy.record.timeline import lanes_chart, overlaps
 
 _MAIN = (
     "reward",
+    "accuracy",
+    "gold_accuracy",
     "kl",
     "kl_fixed",
     "top1_agreement",
@@ -45,6 +49,9 @@ _MAIN = (
     "lr",
     "tokens_per_second",
 )
+_GOLD = "gold_"
+"""prefix of a measure that is never trained on; it is drawn beside the one that it checks"""
+_MOST_GRIDS = 12
 
 
 def write_report(run: RunDirectory) -> Path:
@@ -59,7 +66,10 @@ def _page(run: RunDirectory) -> str:
     script = files("understudy.record").joinpath("report.js").read_text(encoding="utf-8")
     style = files("understudy.record").joinpath("report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    images = _images(ImageRecord(run))
+    allowed = "img-src data:; " if images else ""
+    policy = f"default-src 'none'; {allowed}style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    wrote = not images or any(run.load_samples(one.step) for one in validations)
     name = escape(printable(run.name))
     body = "".join(
         (
@@ -68,7 +78,8 @@ def _page(run: RunDirectory) -> str:
             _headline(*_before_after(validations, summary)),
             _curves(metrics, validations),
             _timeline(run, metrics),
-            answers_section(run, validations),
+            images,
+            answers_section(run, validations) if wrote else "",
             _settings(run, summary),
             "<footer>Written by understudy. This page needs nothing else: mail it or archive it as it is.</footer>",
             "</main>",
@@ -147,8 +158,9 @@ def _card(name: str, before: float | None, after: float | None) -> str:
 
 def _curves(metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
     names = in_order(name for one in (*metrics, *validations) for name in one.metrics)
-    main = [name for name in names if name in _MAIN]
-    rest = [name for name in names if name not in _MAIN and not name.startswith(PHASE)]
+    alone = [name for name in names if not (name.startswith(_GOLD) and name.removeprefix(_GOLD) in names)]
+    main = sorted((name for name in alone if _rank(name) < len(_MAIN)), key=_rank)
+    rest = [name for name in alone if name not in main and not name.startswith(PHASE)]
     figures = [_figure(name, metrics, validations) for name in main]
     figures.append(_phase_figure(metrics, [name for name in names if name.startswith(PHASE)]))
     shown = "".join(figures)
@@ -160,14 +172,26 @@ def _curves(metrics: Sequence[Measured], validations: Sequence[Measured]) -> str
     return f'{heading}<div class="charts">{shown}</div>{more if others else ""}'
 
 
+def _rank(name: str) -> int:
+    """Place among the main curves, behind all of them for other metrics. Each of several rewards stands by their sum;
+    the smallest and largest reward of a step say less."""
+    if name.startswith("reward_") and name not in ("reward_min", "reward_max"):
+        name = "reward"
+    return _MAIN.index(name) if name in _MAIN else len(_MAIN)
+
+
 def _figure(name: str, metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
-    """One metric over the steps of the run, with evaluations of the same name as marks."""
+    """One metric over the steps of the run, with evaluations of the same name as marks, and its gold measure."""
     shown = measure(name)
-    training = Series("training", _points(metrics, name))
-    held_out = Series("held-out", _points(validations, name), "marks", colour=1)
-    series = [one for one in (training, held_out) if one.points]
+    recorded = (
+        Series("training", _points(metrics, name)),
+        Series("held-out", _points(validations, name), "marks", colour=1),
+        Series("gold, training", _points(metrics, _GOLD + name), colour=2),
+        Series("gold, held-out", _points(validations, _GOLD + name), "marks", colour=3),
+    )
+    series = [one for one in recorded if one.points]
     chart = line_chart(f"{shown.title} by step", series, percent=shown.change == "points")
-    return _framed(shown.title, shown.unit, series if held_out.points else [], chart)
+    return _framed(shown.title, shown.unit, [] if series == [recorded[0]] else series, chart)
 
 
 def _phase_figure(metrics: Sequence[Measured], names: Sequence[str]) -> str:
@@ -195,6 +219,63 @@ def _timeline(run: RunDirectory, metrics: Sequence[Measured]) -> str:
             framed = _framed(f"Requests of step {one.step}", at_once, kinds, chart, css="wide")
             return f'<h2>Timeline</h2><div class="charts">{framed}</div>'
     return ""
+
+
+def _images(record: ImageRecord) -> str:
+    """What the student drew at each evaluation, at the first beside the last, and how a picture came about; "" for a
+    run that draws nothing."""
+    evals, strips = record.steps("eval"), record.steps("denoising")
+    if not evals and not strips:
+        return ""
+    shown = [record.load("eval", evals[i]) for i in evenly(len(evals), _MOST_GRIDS)]
+    left_out = len(evals) - len(shown)
+    more = f'<p class="facts">{_count(left_out, "more evaluation")} in the images directory.</p>' if left_out else ""
+    grids = f'<div class="grids">{"".join(_grid(picture) for picture in shown)}</div>{more}' if shown else ""
+    noise = "".join(_denoising(record.load("denoising", step)) for step in sorted({*strips[:1], *strips[-1:]}))
+    return f"<h2>Images</h2>{grids}{_compared(record, evals)}{noise}"
+
+
+def _grid(picture: Picture) -> str:
+    """One evaluation, with the prompts below in the same places as their pictures."""
+    title, count = _when(picture.step), len(picture.prompts)
+    unit = _count(count, "held-out prompt") + (f", the first of {picture.of:,}" if picture.of > count else "")
+    prompts = [escape(printable(prompt)) for prompt in picture.prompts]
+    alt = f"{title}: " + "; ".join(prompts)
+    places = "".join(f'<li title="{prompt}">{prompt}</li>' for prompt in prompts)
+    return (
+        f'<figure class="picture"><figcaption><h3>{title}</h3><span class="unit">{unit}, same seeds at every '
+        f'evaluation</span></figcaption><div>{_img(picture.png, alt)}<ol style="--columns: {picture.columns}">{places}'
+        "</ol></div></figure>"
+    )
+
+
+def _compared(record: ImageRecord, evals: Sequence[int]) -> str:
+    png = record.load_before_after()
+    if png is None or len(evals) < 2:
+        return ""
+    first, last = _when(evals[0]), _when(evals[-1])
+    return (
+        '<figure class="picture"><figcaption><h3>Before and after</h3><span class="unit">same prompts, same seeds'
+        f'</span></figcaption><div><div class="halves"><span>{first}</span><span>{last}</span></div>'
+        f"{_img(png, f'left: {first}; right: {last}')}</div></figure>"
+    )
+
+
+def _denoising(picture: Picture) -> str:
+    prompt, title = escape(printable(picture.prompts[0])), f"Noise → picture, {_when(picture.step)}"
+    return (
+        f'<figure class="picture"><figcaption><h3>{title}</h3><span class="unit">{prompt}</span></figcaption>'
+        f"<div>{_img(picture.png, f'{title}: {prompt}')}</div></figure>"
+    )
+
+
+def _when(step: int) -> str:
+    return "before training" if step == 0 else f"after step {step:,}"
+
+
+def _img(png: bytes, alt: str) -> str:
+    """`alt` is escaped already."""
+    return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def _points(measured: Sequence[Measured], name: str) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@
     validation/step-000010.json   the answers of that evaluation, token by token
     rollouts/step-000010.jsonl    training episodes of that step with per-token log-probs
     timeline/step-000010.jsonl    when engines served the requests of that step, where they work side by side
+    images/, before_after.png     what a student that draws drew, see images.py
     summary.json                  written once, at the end
     report.html                   see report.py
 
@@ -38,7 +39,8 @@ from understudy.record.timeline import INTERVAL, Interval
 
 _RESERVED = ("step", "nonfinite")
 _TRACES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "summary.json")
-_STEP_FILE = re.compile(r"step-(\d+)\.jsonl?")
+_OF_THE_WHOLE = ("summary.json", "report.html", "before_after.png")
+_STEP_FILE = re.compile(r"(?:step|eval|denoising)-(\d+)\.(?:jsonl?|png|safetensors)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +197,14 @@ class RunDirectory:
                 _keep_lines(self.path / name, lambda row: row["step"] <= step)
                 for name in ("metrics.jsonl", "validation.jsonl")
             ]
-            for directory in (self.path / "validation", self.path / "rollouts", self.path / "timeline"):
-                _remove_later(directory, step)
-            for name in (*_TRACES, "report.html"):
+            dropped += [
+                _remove_later(self.path / name, step) for name in ("validation", "rollouts", "timeline", "images")
+            ]
+            for name in (*_TRACES, *_OF_THE_WHOLE):
                 temporary_of(self.path / name).unlink(missing_ok=True)
             if any(dropped):
-                (self.path / "summary.json").unlink(missing_ok=True)
-                (self.path / "report.html").unlink(missing_ok=True)
+                for name in _OF_THE_WHOLE:
+                    (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise unwritable(self.path, error) from error
 
@@ -261,14 +264,16 @@ def _keep_lines(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
     return len(kept) < len(rows)
 
 
-def _remove_later(directory: Path, step: int) -> None:
+def _remove_later(directory: Path, step: int) -> bool:
+    """Remove the files of later steps and what was half written; says whether a whole file went."""
     if not directory.is_dir():
-        return
-    for path in sorted(directory.iterdir()):
-        match = _STEP_FILE.fullmatch(path.name)
-        if path.name.endswith(".tmp") or (match and int(match[1]) > step):
-            path.unlink()
+        return False
+    numbered = ((path, _STEP_FILE.fullmatch(path.name)) for path in directory.iterdir())
+    later = [path for path, match in numbered if match and int(match[1]) > step]
+    for path in (*later, *directory.glob("*.tmp")):
+        path.unlink()
     sync_directory(directory)
+    return bool(later)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

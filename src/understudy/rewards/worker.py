@@ -35,11 +35,12 @@ from understudy.rewards import (
     numeric,
     ocr,
     pattern,
+    shapes,
     wire,
 )
 from understudy.rewards.contract import CHECKS, REWARDS, Answer, Reward, RewardSpec
 
-BUILT_IN = (classifier, compressibility, exact_match, http_scorer, json_schema, numeric, ocr, pattern)
+BUILT_IN = (classifier, compressibility, exact_match, http_scorer, json_schema, numeric, ocr, pattern, shapes)
 """Importing them has registered their rewards."""
 
 _PR_SET_PDEATHSIG = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
@@ -19,3 +20,9 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, KEEP))
+
+
+def collect_rarely() -> None:
+    """Look for reference cycles seldom: with thousands of episodes in flight Python would otherwise walk over all their
+    objects again and again, which makes each of them dearer the more there are."""
+    gc.set_threshold(100_000, 50, 1000)

@@ -13,10 +13,12 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from understudy.config.schema import Pool
 from understudy.config.schema import Ray as Settings
 from understudy.errors import UserError
-from understudy.runtime.contract import CannotPlace, Node, Placement, ReplicaGone
+from understudy.runtime.contract import CannotPlace, Node, ReplicaGone
 from understudy.runtime.placement import left_for_pools, place
 
 try:
@@ -66,9 +68,11 @@ class Remote:
         if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
             return error.cause
         if isinstance(error, RayActorError):
-            back = isinstance(error, ActorUnavailableError)
+            back, said = isinstance(error, ActorUnavailableError), " ".join(str(error).split())
+            if error.actor_init_failed:  # a traceback: what was raised stands at its end
+                return ReplicaGone(f"{self.name} could not start: … {said[-500:]}", for_good=True)
             state = "is being started again" if back else "died and will not be started again"
-            return ReplicaGone(f"{self.name} {state}: {' '.join(str(error).split())[:300]}", for_good=not back)
+            return ReplicaGone(f"{self.name} {state}: {said[:300]}", for_good=not back)
         return error
 
 
@@ -92,13 +96,14 @@ class Cluster:
     def __init__(self, settings: Settings, pools: Mapping[str, Pool]) -> None:
         """Connects, or starts a local cluster; refuses what does not fit, with the numbers."""
         self.pools = pools
-        self._started = settings.address is None
-        if self._started:
-            place(pools, left_for_pools([Node("this machine", settings.cpus)]))
+        options: dict[str, Any] = {}
+        if settings.address is None:
+            gpus = torch.cuda.device_count()
+            options = {"include_dashboard": False, "num_cpus": settings.cpus, "num_gpus": gpus}
+            place(pools, left_for_pools([Node("this machine", settings.cpus, gpus)]))
         if ray.is_initialized():
             raise UserError("this process is connected to a Ray cluster already: one run at a time")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        options: dict[str, Any] = {"include_dashboard": False, "num_cpus": settings.cpus} if self._started else {}
         ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR, **options)
         self._groups: dict[tuple[str, int], PlacementGroup] = {}
         try:
@@ -109,22 +114,29 @@ class Cluster:
             raise
 
     def nodes(self) -> list[Node]:
-        """What is there, whether in use or not."""
+        """What is there, whether in use or not, by Ray's name for a node."""
         return [
-            Node(str(node["NodeManagerAddress"]), int(found.get("CPU", 0)), int(found.get("GPU", 0)))
+            Node(str(node["NodeID"]), int(found.get("CPU", 0)), int(found.get("GPU", 0)))
             for node in ray.nodes()
             if node["Alive"]
             for found in [node["Resources"]]
         ]
 
     def _reserve(self, deadline: float) -> None:
-        """Take every replica's devices; wait for those that others still use, not for ever."""
-        for name, pool in self.pools.items():
-            kind = "GPU" if pool.device == "gpu" else "CPU"
-            bundles = [{kind: 1}] * pool.devices if pool.straddle else [{kind: pool.devices}]
-            for replica in range(pool.replicas):
-                strategy = "PACK" if pool.straddle else "STRICT_PACK"
-                self._groups[name, replica] = placement_group(bundles, strategy=strategy)
+        """Take every replica's devices: on the node that was chosen for it, on another one if that is in use (or dies
+        later). Those that may straddle come last, as when places were chosen, and go where Ray has room. What others
+        still use is waited for, not for ever."""
+        for where in sorted(self.placement.places, key=lambda where: where.bundle.straddle):
+            wanted = where.bundle
+            kind = wanted.device.upper()
+            if wanted.straddle:
+                group = placement_group([{kind: 1}] * wanted.devices, strategy="PACK")
+            else:
+                [share] = where.shares
+                group = placement_group(
+                    [{kind: wanted.devices}], strategy="STRICT_PACK", _soft_target_node_id=share.node
+                )
+            self._groups[wanted.pool, wanted.replica] = group
         try:
             ray.get([group.ready() for group in self._groups.values()], timeout=deadline)
         except GetTimeoutError:
@@ -150,16 +162,18 @@ class Cluster:
         restarts: int = 0,
     ) -> Remote:
         """A host in the place of its pool's replica (None: anywhere, without a device of its own, and to be found by
-        its name). `share`: its part of the devices there. The arguments of one that may be started again hold no
-        handles of others: Ray keeps such arguments no longer than it must."""
+        its name). `share`: its part of the devices there; as a process is on one node, it holds one device of a replica
+        that may straddle nodes. The arguments of one that may be started again hold no handles of others: Ray keeps
+        such arguments no longer than it must."""
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": OPEN_CALLS, "max_restarts": restarts}
         if pool is None:
             options["name"] = name
         else:
             group, wanted = self._groups[pool, replica], self.pools[pool]
-            options["num_gpus" if wanted.device == "gpu" else "num_cpus"] = wanted.devices * share
+            held = (1 if wanted.straddle else wanted.devices) * share
+            options[f"num_{wanted.device}s"] = held if held < 1 else int(held)  # Ray divides one device, not several
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_capture_child_tasks=False
+                group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
             )
         return Remote(name, ray.remote(host).options(**options).remote(*args))
 
@@ -193,6 +207,3 @@ def node_address() -> str:
 def actor_id() -> str:
     """Of the actor that this process is; it stays when the process is started again."""
     return str(ray.get_runtime_context().get_actor_id())
-
-
-__all__ = ["Cluster", "Placement", "Remote", "Stored", "actor_id", "all_within", "node_address"]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from understudy.data.trajectory import Key, Message, Prompt, Trajectory
-from understudy.engines.contract import ScoreRequest, Scores, Want
+from understudy.engines.contract import Painting, ScoreRequest, Scores, StepScoreRequest, Want
 from understudy.errors import UserError
 from understudy.teachers.pool import TeacherPool
 
@@ -37,7 +37,8 @@ class ResidentTeacher:
     pool: TeacherPool
     index: int
     """its number among the run's teachers: the value of column teacher_index"""
-    renderer: Renderer
+    renderer: Renderer | None = None
+    """of a teacher that reads text with a system prompt of its own"""
     system_prompt: str | None = None
     """seen by the teacher alone; {column} stands for a column of the row"""
 
@@ -66,6 +67,9 @@ class TeacherClient:
         """Teacher columns of one trajectory, aligned to its actions."""
         name = self.route(prompt)
         teacher = self.teachers[name]
+        if want.step_mean:
+            steps = _step_request(key, prompt, trajectory, want, name, self.deadline)
+            return _columns(await teacher.pool.score(steps), teacher.index)
         tokens, spans = align(teacher, prompt, trajectory)
         ids = trajectory.extra.get("student_topk_ids")
         if want.given and ids is None:
@@ -82,18 +86,19 @@ def align(
     teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory
 ) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
     """The ids that the teacher reads, and where the student's actions stand in them."""
+    spans = runs(trajectory.mask)
+    if teacher.system_prompt is None:
+        return trajectory.tokens, tuple(spans)
     start = trajectory.prompt_length
-    context = trajectory.tokens[:start]
-    if teacher.system_prompt is not None:
-        context = torch.tensor(own_context(teacher, prompt, trajectory), dtype=torch.int64)
+    context = torch.tensor(own_context(teacher, prompt, trajectory), dtype=torch.int64)
     shift = len(context) - start
-    spans = tuple((a + shift, b + shift) for a, b in runs(trajectory.mask))
-    return torch.cat([context, trajectory.tokens[start:]]), spans
+    return torch.cat([context, trajectory.tokens[start:]]), tuple((a + shift, b + shift) for a, b in spans)
 
 
 def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory) -> list[int]:
     """The prompt as a teacher with a system prompt of its own reads it."""
     assert teacher.system_prompt is not None
+    assert teacher.renderer is not None
     columns = {**prompt.columns, "ground_truth": prompt.ground_truth}
     where = f"{prompt}: the system prompt of teacher {teacher.pool.name!r}"
     try:
@@ -110,17 +115,41 @@ def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory
     return teacher.renderer.render([Message("system", system), *(m for m in messages if m.role != "system")])
 
 
+def _step_request(
+    key: Key, prompt: Prompt, trajectory: Trajectory, want: Want, route: str, deadline: float | None
+) -> StepScoreRequest:
+    """The trained denoising steps of a trajectory, as the student's sampler took them."""
+    extra, mask = trajectory.extra, trajectory.mask
+    after = torch.cat([extra["sigmas"][1:], torch.zeros(1)])
+    sampler: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in extra["sampler"].items()
+    }
+    negative = str(prompt.columns.get("negative_prompt", sampler["negative"]))
+    return StepScoreRequest(
+        key=key,
+        prompt=prompt.request,
+        negative=negative,
+        sampling=Painting(**sampler),
+        latents=extra["latents"],
+        sigmas=extra["sigmas"][mask],
+        sigmas_next=after[mask],
+        want=want,
+        route=route,
+        deadline=deadline,
+    )
+
+
 def runs(mask: Tensor) -> list[tuple[int, int]]:
     """Half-open runs of true values."""
-    if len(mask) and bool(mask[-1]):
-        first, actions = int(mask.to(torch.uint8).argmax()), int(mask.sum())
-        if first + actions == len(mask):
-            return [(first, len(mask))]  # a prompt and its answer: the usual case, and cheaper
-    padded = torch.zeros(len(mask) + 2, dtype=torch.int8)
-    padded[1:-1] = mask.to(torch.int8)
-    change = padded.diff()
-    starts, ends = (change == 1).nonzero().flatten().tolist(), (change == -1).nonzero().flatten().tolist()
-    return list(zip(starts, ends, strict=True))
+    values = mask.numpy().tobytes()  # searching bytes is faster than a handful of tensor operations
+    found = []
+    start = values.find(1)
+    while start >= 0:
+        end = values.find(0, start)
+        end = len(values) if end < 0 else end
+        found.append((start, end))
+        start = values.find(1, end)
+    return found
 
 
 def _columns(scores: Scores, index: int) -> dict[str, Tensor]:
@@ -130,6 +159,7 @@ def _columns(scores: Scores, index: int) -> dict[str, Tensor]:
         "teacher_topk_logp": scores.topk_logp,
         "teacher_given_logp": scores.given_logp,
         "teacher_hidden": scores.hidden,
+        "teacher_mean": scores.step_mean,
     }
     columns = {name: tensor for name, tensor in named.items() if tensor is not None}
     if scores.mass_outside is not None:

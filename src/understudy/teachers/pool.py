@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from understudy.engines.contract import ScoreRequest, Scores
+from understudy.engines.contract import ScoreRequest, Scores, StepScoreRequest
 from understudy.routing import Router
 
 
 class Scorer(Protocol):
     """The part of the engine contract that a teacher uses."""
 
-    async def score(self, request: ScoreRequest) -> Scores: ...
+    async def score(self, request: Any) -> Scores:
+        """A ScoreRequest of text, or a StepScoreRequest of denoising steps: whichever it was made for."""
 
 
 class TeacherPool:
@@ -26,7 +27,7 @@ class TeacherPool:
         self.name = name
         self.router = Router(f"teacher {name!r}", replicas, limit=limit, deadline=deadline)
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
         """Answered by one replica; a failing one's requests go to the others."""
 
         async def ask(replica: Scorer) -> Scores:

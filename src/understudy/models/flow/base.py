@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from understudy.config.schema import Lora
 from understudy.models.flow.contract import Batch, Conditioning, Size
-from understudy.models.sources import ModelError
+from understudy.models.sources import ModelError, whole_directory
 from understudy.models.weights import copy_into, trainable
 
 Side = Literal["", "negative_"]
@@ -44,7 +45,13 @@ class PipelineModel(ABC):
         self.transformer.requires_grad_(True)
         self.dtype: torch.dtype = self.transformer.dtype
         self._adapted = False
+        self._reference: Any = None
         self._scheduler = self._schedule(pipe.scheduler)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.transformer.device
+        return device
 
     @abstractmethod
     def encode(self, prompts: Sequence[str], negative: Sequence[str] | None) -> list[Conditioning]: ...
@@ -78,7 +85,7 @@ class PipelineModel(ABC):
             target_modules=list(targets),
             lora_dropout=0.0,
         )
-        device = self.transformer.device
+        device = self.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             self.transformer.requires_grad_(False)
@@ -90,17 +97,28 @@ class PipelineModel(ABC):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """The adapter is switched off inside: what predicts is the base model."""
+        """What predicts inside is the base model: the adapter is switched off, or a copy steps in."""
+        if self._reference is not None:
+            learning, self.transformer = self.transformer, self._reference
+            try:
+                yield
+            finally:
+                self.transformer = learning
+            return
         if not self._adapted:
             raise ModelError(
                 "there is no reference in this model: all its weights learn. Train a LoRA adapter, whose base is the "
-                "reference, or load the model a second time"
+                "reference, or call keep_reference before training"
             )
         self.transformer.disable_adapters()
         try:
             yield
         finally:
             self.transformer.enable_adapters()
+
+    def keep_reference(self) -> None:
+        """Remember the transformer as it is now, in a copy: for a model all of whose weights learn."""
+        self._reference = copy.deepcopy(self.transformer).requires_grad_(False)
 
     def save_weights(self, path: Path) -> None:
         save_file({name: weight.detach().contiguous() for name, weight in trainable(self.transformer)}, path)
@@ -112,14 +130,27 @@ class PipelineModel(ABC):
             raise ModelError(f"{path} is no whole safetensors file: {error}") from error
         copy_into(self.transformer, tensors)
 
-    def _timestep(self, sigma: Tensor) -> Tensor:
+    def save_pipeline(self, directory: Path, keep_adapter: bool = False) -> None:
+        """The whole pipeline for diffusers, its adapter merged into the weights; or the adapter alone."""
+        if directory.exists() and any(directory.iterdir()):
+            raise ModelError(f"{directory} is not empty: choose another directory")
+        with whole_directory(directory) as part:
+            if keep_adapter:
+                self.transformer.save_lora_adapter(part)
+                return
+            if self._adapted:
+                self.transformer.fuse_lora()
+                self.transformer.unload_lora()
+            self.pipe.save_pretrained(str(part), safe_serialization=True)
+
+    def timesteps(self, sigma: Tensor) -> Tensor:
         """float32 [rows]: σ in the unit that the model was trained with, 0 to 1000 as a rule."""
         unit: int = self._scheduler.config.num_train_timesteps
-        return sigma.to(self.transformer.device, torch.float32) * unit
+        return sigma.to(self.device, torch.float32) * unit
 
     def _fit(self, tensor: Tensor) -> Tensor:
         """As the transformer takes it."""
-        return tensor.to(self.transformer.device, self.dtype)
+        return tensor.to(self.device, self.dtype)
 
     def _schedule(self, scheduler: Any) -> Any:
         """A scheduler of our own: asking it for sigmas leaves the pipeline's untouched."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from understudy.config.schema import Lora
@@ -40,6 +41,13 @@ class Batch:
     lengths: Mapping[str, Tensor]
     """int64 [rows] for the tensors with tokens: how many are real"""
 
+    def select(self, rows: Tensor) -> Batch:
+        """These rows, in this order; a row may be taken several times."""
+        return Batch(
+            {name: tensor[rows.to(tensor.device)] for name, tensor in self.tensors.items()},
+            {name: lengths[rows.to(lengths.device)] for name, lengths in self.lengths.items()},
+        )
+
 
 def collate(conditioning: Sequence[Conditioning]) -> Batch:
     """Join the conditioning of one prompt for each row; rows of the same prompt may repeat the same object."""
@@ -63,12 +71,23 @@ def collate(conditioning: Sequence[Conditioning]) -> Batch:
     return Batch(tensors, lengths)
 
 
+def repeated(conditioning: Sequence[Conditioning]) -> Batch:
+    """As `collate`, for rows of which many repeat the same object: each is joined once."""
+    first = {id(one): one for one in conditioning}
+    numbers = {name: number for number, name in enumerate(first)}
+    return collate(list(first.values())).select(torch.tensor([numbers[id(one)] for one in conditioning]))
+
+
 class FlowModel(Protocol):
     """One diffusion model: text encoder, transformer that predicts the velocity, decoder."""
 
     @property
     def transformer(self) -> nn.Module:
         """The only part that learns."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer computes."""
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
@@ -85,6 +104,9 @@ class FlowModel(Protocol):
 
     def decode(self, latents: Tensor) -> Tensor:
         """uint8 [rows, channels, height, width] or [rows, frames, channels, height, width]."""
+
+    def timesteps(self, sigma: Tensor) -> Tensor:
+        """float32 [rows]: σ in the unit that the model was trained with."""
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         """Of one row, without the batch dimension."""

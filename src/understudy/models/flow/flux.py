@@ -47,7 +47,7 @@ class Flux(PackedModel):
         height, width = latents.shape[-2:]
         packed: Tensor = self.transformer(
             hidden_states=self._pack(self._fit(latents)),
-            timestep=self._timestep(sigma) / 1000,
+            timestep=self.timesteps(sigma) / 1000,
             guidance=torch.full((len(latents),), guidance, device=latents.device) if embedded else None,
             pooled_projections=self._fit(conditioning.tensors["pooled"]),
             encoder_hidden_states=text,

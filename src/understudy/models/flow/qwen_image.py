@@ -58,7 +58,7 @@ class QwenImage(PackedModel):
         return [row[:length].clone() for row, length in zip(text, mask.sum(dim=1).tolist(), strict=True)]
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor:
-        packed, timestep = self._pack(self._fit(latents)), self._timestep(sigma) / 1000
+        packed, timestep = self._pack(self._fit(latents)), self.timesteps(sigma) / 1000
         height, width = latents.shape[-2:]
 
         def predict(side: Side) -> Tensor:

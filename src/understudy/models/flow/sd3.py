@@ -72,7 +72,7 @@ class StableDiffusion3(PipelineModel):
         def predict(side: Side) -> Tensor:
             predicted: Tensor = self.transformer(
                 hidden_states=self._fit(latents),
-                timestep=self._timestep(sigma),
+                timestep=self.timesteps(sigma),
                 encoder_hidden_states=self._fit(conditioning.tensors[f"{side}text"]),
                 pooled_projections=self._fit(conditioning.tensors[f"{side}pooled"]),
                 return_dict=False,

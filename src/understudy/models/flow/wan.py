@@ -57,7 +57,7 @@ class Wan(PipelineModel):
         def predict(side: Side) -> Tensor:
             predicted: Tensor = self.transformer(
                 hidden_states=self._fit(latents),
-                timestep=self._timestep(sigma),
+                timestep=self.timesteps(sigma),
                 encoder_hidden_states=self._fit(conditioning.tensors[f"{side}text"]),
                 return_dict=False,
             )[0]

@@ -1,0 +1,168 @@
+"""One FlowGRPO iteration on digits: understudy against the flat script that does the same work without a framework.
+
+    python -m bench.flow_step                 medians of both sides and their ratio
+    python -m bench.flow_step --profile       where the time of one step of understudy goes
+
+Both sides live in this process, on one thread, with the same model, sizes and number of updates, and take turns.
+A step of understudy is `understudy.train.step` of recipes/flow_grpo_digits.yaml: rollout through agent loops, rewards
+in their worker process, metrics and record included; evaluation and checkpoints are not part of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import io
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench import flow_flat
+from understudy.config.load import dump, load
+from understudy.data.prompts import load_prompts
+from understudy.record.display import Display
+from understudy.record.run_directory import RunDirectory
+from understudy.train import Run, open_run
+from understudy.train import step as train_step
+
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "flow_grpo_digits.yaml"
+SAME_WORK = ("data.validation=null", "rewards.accuracy=null", "rewards.gold_accuracy=null", "steps=1000000")
+"""Nothing is evaluated, and pictures are judged by the reward alone, as in the flat script."""
+LIMIT = 1.05
+"""The most that a step of understudy may take, in steps of the flat script."""
+
+
+class Spent(NamedTuple):
+    """One step of one side, in seconds."""
+
+    wall: float
+    busy: float
+    """of this process's own processor time; the reward's worker is not in it"""
+
+
+class Timed(NamedTuple):
+    """Steps of both sides, in the order in which they were taken."""
+
+    ours: list[Spent]
+    flat: list[Spent]
+
+    def ratio(self) -> float:
+        """Of the medians."""
+        ours, flat = (statistics.median(spent.wall for spent in side) for side in self)
+        return ours / flat
+
+    def ratio_of_pairs(self) -> float:
+        """Median over neighbouring steps, which what else the machine does disturbs alike."""
+        return statistics.median(a.wall / b.wall for a, b in zip(*self, strict=True))
+
+
+def opened(directory: Path) -> Run:
+    """The shipped recipe."""
+    config = load(RECIPE, [f"out={directory}", *SAME_WORK]).config
+    run_directory = RunDirectory.create(directory / config.name, dump(config))
+    return open_run(config, run_directory, Display(config.steps, "bench", console=Console(file=io.StringIO())))
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Run]:
+    """A run that is ready for its first step."""
+    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as directory:
+        run = opened(Path(directory))
+        async with run.parts.backstage.running():
+            await run.parts.backstage.publish(run.version)
+            yield run
+
+
+def flat_side() -> Callable[[], Awaitable[None]]:
+    world = flow_flat.World("toy:digits")
+    world.transformer.train()
+    optimizer = torch.optim.AdamW(world.transformer.parameters(), lr=flow_flat.LR, weight_decay=0.0, fused=True)
+    noise = torch.Generator().manual_seed(0)
+
+    async def step() -> None:
+        flow_flat.iteration(world, optimizer, noise, random_reward=False)
+
+    return step
+
+
+async def spent_on(step: Callable[[], Awaitable[None]]) -> Spent:
+    wall, busy = time.perf_counter(), time.process_time()
+    await step()
+    return Spent(time.perf_counter() - wall, time.process_time() - busy)
+
+
+async def warm_up(run: Run) -> None:
+    """Until every prompt has been encoded: the flat script does that before its first iteration."""
+    data, per_step = run.parts.config.data, run.parts.config.prompts_per_step
+    for _ in range(-(-len(load_prompts(data, data.train)) // per_step)):
+        await train_step(run)
+
+
+async def measure(steps: int) -> Timed:
+    """Both sides in turn; who goes first changes every time."""
+    timed, flat = Timed([], []), flat_side()
+    async with running() as run:
+        await warm_up(run)
+        await flat()
+        sides: list[tuple[Callable[[], Awaitable[None]], list[Spent]]]
+        sides = [(lambda: train_step(run), timed.ours), (flat, timed.flat)]
+        for number in range(steps):
+            for step, into in sides if number % 2 else reversed(sides):
+                into.append(await spent_on(step))
+    return timed
+
+
+async def profile() -> str:
+    """Functions of one step of understudy by the time they take themselves."""
+    async with running() as run:
+        await warm_up(run)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        await train_step(run)
+        profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(40)
+    return text.getvalue()
+
+
+def show(timed: Timed, console: Console) -> None:
+    table = Table(title="One FlowGRPO iteration on digits, seconds")
+    for heading in ("side", "median", "fastest", "slowest", "processor"):
+        table.add_column(heading, justify="left" if heading == "side" else "right")
+    for name, side in (("understudy", timed.ours), ("flat script", timed.flat)):
+        wall = [spent.wall for spent in side]
+        busy = statistics.median(spent.busy for spent in side)
+        values = (statistics.median(wall), min(wall), max(wall), busy)
+        table.add_row(name, *(f"{value:.3f}" for value in values))
+    console.print(table)
+    verdict = "within" if timed.ratio() <= LIMIT else "above"
+    console.print(
+        f"understudy takes {timed.ratio():.3f} times as long (median of pairs {timed.ratio_of_pairs():.3f}), {verdict} "
+        f"{LIMIT:g}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each side")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.profile:
+        print(asyncio.run(profile()))
+        return
+    show(asyncio.run(measure(args.steps)), Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Single parts of a run whose student paints, from its config; `build` has those that all modalities share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from understudy.agent_loop.contract import derive_seed
+from understudy.algorithms.contract import Algorithm
+from understudy.build import Report, silent
+from understudy.config.diffusion import DiffusionConfig, DiffusionNft
+from understudy.engines.contract import Painting, Want
+from understudy.engines.diffusion import DiffusionEngine
+from understudy.learner.flow import StepLimits
+from understudy.learner.optimizer import build_optimizer
+from understudy.learning import Learner, Trainable
+from understudy.losses.contract import LossSum
+from understudy.models.dtype import choose_dtype
+from understudy.models.flow.base import PipelineModel
+from understudy.models.flow.contract import Size
+from understudy.models.flow.loading import load_flow_model
+from understudy.models.flow.sources import pipeline_directory
+from understudy.models.weights import trainable
+from understudy.policy.flow import Kind, window
+from understudy.queue.contract import SampleQueue
+from understudy.signals import build_algorithm
+
+# ── models and engines ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def student_model(config: DiffusionConfig, report: Report = silent, device: str = "cpu") -> PipelineModel:
+    """The student, with its adapter if it has one."""
+    model = _load(config.student.path, config.student.dtype, report, device)
+    if config.student.lora is not None:
+        model.add_lora(config.student.lora, config.seed)
+    model.latent_shape(_size(config))  # a size that the architecture cannot paint is refused here
+    return model
+
+
+def teacher_model(config: DiffusionConfig, name: str, report: Report = silent, device: str = "cpu") -> PipelineModel:
+    settings = config.teachers[name]
+    model = _load(settings.path, settings.dtype, report, device)
+    model.transformer.requires_grad_(False)
+    return model
+
+
+def _load(path: str, dtype: str, report: Report, device: str) -> PipelineModel:
+    directory: Path = pipeline_directory(path, report)
+    return load_flow_model(directory, dtype=choose_dtype(dtype, device)[0], device=device)
+
+
+def student_engine(config: DiffusionConfig, model: PipelineModel) -> DiffusionEngine:
+    return DiffusionEngine(model, slots=config.engine.slots)
+
+
+def teacher_engine(config: DiffusionConfig, name: str, model: PipelineModel) -> DiffusionEngine:
+    settings = config.teachers[name]
+    return DiffusionEngine(
+        model, slots=config.engine.slots, guidance=settings.guidance, batch_steps=settings.batch_steps
+    )
+
+
+def _size(config: DiffusionConfig) -> Size:
+    return Size(config.rollout.height, config.rollout.width, config.rollout.frames)
+
+
+# ── what is asked of the student ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def training_painting(config: DiffusionConfig, algorithm: Algorithm, step: int) -> Painting:
+    """How media of a training step are made: one window for all of them."""
+    rollout, chosen = config.rollout, config.algorithm
+    common = _common(config)
+    if isinstance(chosen, DiffusionNft):
+        return Painting(**common, capture=True, times=chosen.times)
+    trained = window(rollout.steps, rollout.trained, derive_seed(config.seed, "window", step), rollout.window_range)
+    return Painting(
+        **common,
+        kind=rollout.sampler,
+        noise_level=rollout.noise_level,
+        window=(trained.start, trained.stop),
+        capture=True,
+        means="means" in algorithm.needs,
+    )
+
+
+def evaluation_painting(config: DiffusionConfig, *, stages: bool = False) -> Painting:
+    """As in training, without noise and without a record."""
+    common = _common(config)
+    said = config.validation
+    common |= {name: value for name in ("steps", "guidance") if (value := getattr(said, name)) is not None}
+    return Painting(**common, stages=stages)
+
+
+def _common(config: DiffusionConfig) -> dict[str, Any]:
+    rollout = config.rollout
+    names = ("steps", "height", "width", "frames", "guidance")
+    return {**{name: getattr(rollout, name) for name in names}, "negative": rollout.negative_prompt}
+
+
+def want(algorithm: Algorithm) -> Want:
+    """Of teachers."""
+    return Want(step_mean=algorithm.payload == "step_mean")
+
+
+# ── learning ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class NoMeasures:
+    """Evaluation looks at finished media; there is nothing to ask of the learner."""
+
+    name: str = "measures"
+    coefficient: float = 1.0
+
+    def __call__(self, out: Any, columns: Mapping[str, Tensor]) -> LossSum:
+        return LossSum(out.velocity.sum(), {})
+
+
+def learner(config: DiffusionConfig, student: PipelineModel, queue: SampleQueue) -> Learner:
+    named, decay = tuple(trainable(student.transformer)), config.optimizer.ema
+    average = {name: parameter.detach().clone() for name, parameter in named} if decay else {}
+    nft = isinstance(config.algorithm, DiffusionNft)
+    if config.student.lora is None and getattr(config.algorithm, "kl", 0.0) > 0:
+        student.keep_reference()
+    kind: Kind = "ode" if nft else config.rollout.sampler
+    return Learner(
+        algorithm=build_algorithm(config),
+        student=Trainable(student, build_optimizer(config.optimizer, named), named, average, decay),
+        critic=None,
+        queue=queue,
+        cut=StepLimits(
+            config.optimizer.micro_batch_steps,
+            kind,
+            0.0 if nft else config.rollout.noise_level,
+            config.rollout.guidance,
+        ),
+        clip_norm=config.optimizer.clip_norm,
+        measures=NoMeasures(),
+    )

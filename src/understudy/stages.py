@@ -1,0 +1,88 @@
+"""What a process of a run on a cluster builds, for students that write and for students that paint."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from understudy import build
+from understudy.assemble import Prompts
+from understudy.build import Report
+from understudy.config.diffusion import DiffusionConfig
+from understudy.config.schema import Config, RunConfig
+from understudy.learner.ranks import Ranks
+from understudy.learning import Learner
+from understudy.models.heads import head_vocabulary, load_head
+from understudy.models.tokenizers import SafeTokenizer
+from understudy.queue.contract import SampleQueue
+from understudy.signals import Made, painted
+from understudy.teachers.pool import TeacherPool
+
+Role = Literal["student", "teacher", "reference"]
+Words = tuple[SafeTokenizer | None, dict[str, SafeTokenizer]]
+"""Tokenizers of the student and of each teacher; nobody who paints has one."""
+
+
+def engine(config: RunConfig, role: Role, teacher: str, vocabulary: int, device: str) -> Any:
+    """One replica: a TorchEngine or a DiffusionEngine."""
+    if isinstance(config, DiffusionConfig):
+        from understudy import build_flow
+
+        if role == "student":
+            return build_flow.student_engine(config, build_flow.student_model(config, device=device))
+        return build_flow.teacher_engine(config, teacher, build_flow.teacher_model(config, teacher, device=device))
+    assert isinstance(config, Config)
+    if role == "student":
+        model, _ = build.student_model(config, device=device)
+        return build.student_engine(config, model, SafeTokenizer.load(config.student.path), vocabulary)
+    if role == "teacher":
+        model = build.teacher_model(config, teacher, device=device)
+        return build.teacher_engine(config, teacher, model, vocabulary)
+    return build.reference_engine(config, vocabulary, device=device)
+
+
+def words(config: RunConfig, report: Report = build.silent) -> Words:
+    if isinstance(config, DiffusionConfig):
+        return None, {}
+    teachers = {name: SafeTokenizer.load(settings.path, report) for name, settings in config.teachers.items()}
+    return SafeTokenizer.load(config.student.path, report), teachers
+
+
+def made(tokenizer: SafeTokenizer | None) -> Made:
+    """What rewards are shown of a trajectory."""
+    return painted if tokenizer is None else build.text_of(tokenizer)
+
+
+def checked(config: RunConfig, prompts: Prompts, words: Words, report: Report) -> int:
+    """Prompts, models and teachers fit together; returns the ids that student and teachers share."""
+    nobody_yet = {name: TeacherPool(name, []) for name in config.teachers}
+    client = build.teacher_client(config, nobody_yet, words[1])
+    if isinstance(config, DiffusionConfig):
+        build.check_routes(prompts.sets, client)
+        return 0
+    assert isinstance(config, Config)
+    tokenizer, tokenizers = words
+    assert tokenizer is not None
+    vocabulary = build.shared_vocabulary(
+        (tokenizer, head_vocabulary(config.student)),
+        {name: (tokenizers[name], head_vocabulary(settings)) for name, settings in config.teachers.items()},
+        report,
+    )
+    build.check_prompts(config, prompts.sets, tokenizer, client)
+    return vocabulary
+
+
+def learner(
+    config: RunConfig, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: build.Spread
+) -> Learner:
+    """One rank."""
+    if isinstance(config, DiffusionConfig):
+        from understudy import build_flow
+
+        return build_flow.learner(config, build_flow.student_model(config, device=device), queue)
+    assert isinstance(config, Config)
+    heads = [
+        build.teacher_head(config, name, load_head(settings, device), vocabulary)
+        for name, settings in config.teachers.items()
+    ]
+    student, _ = build.student_model(config, device=device)
+    return build.learner(config, student, heads, queue, vocabulary, ranks=ranks, spread=spread)
