@@ -231,12 +231,13 @@ def broken(*_: object, **__: object) -> Tensor:
     raise RuntimeError("out of paint")
 
 
-def test_an_error_in_the_model_reaches_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["encode", "velocity", "decode"])
+def test_an_error_in_the_model_reaches_everyone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tiny_paint.model()
     engine = DiffusionEngine(own, slots=3)
     asked = tiny_paint.requests(tiny_paint.painting())
     with monkeypatch.context() as patched:
-        patched.setattr(own, "velocity", broken)
+        patched.setattr(own, part, broken)
         told = outcomes(engine, asked)
     assert len(told) == len(asked)
     for error in told:
@@ -274,6 +275,8 @@ def test_who_gave_up_is_not_painted_for(model: PipelineModel) -> None:
         waiting = [asyncio.ensure_future(engine.generate(request)) for request in asked]
         await asyncio.sleep(0)
         waiting[0].cancel()
+        await asyncio.sleep(0)
+        engine.abort(asked[0].id)  # too late: nobody waits for it
         async with InlineScheduler([engine], score_every=1):
             return await waiting[1]
 

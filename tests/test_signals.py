@@ -29,9 +29,9 @@ from understudy.signals import (
     part_means,
     policy_settings,
     reward_judge,
-    written,
     reward_pool,
     schedule,
+    written,
 )
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from understudy.rewards.contract import Answer, register_reward
 
 @register_reward("random")
 def random_reward(answer: Answer, *, chance: float = 0.5) -> float:
-    """1 with probability `chance`, drawn from the prompt and what was made of it, so that a resumed run sees the same."""
+    """1 with probability `chance`, drawn from prompt and answer (text or picture): a resumed run sees the same."""
     made = answer.text.encode() if answer.media is None else answer.media.data
     digest = hashlib.blake2b(answer.prompt.encode() + b"\n" + made, digest_size=8).digest()
     return 1.0 if int.from_bytes(digest, "big") < chance * 2**64 else 0.0

@@ -18,6 +18,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -133,7 +134,7 @@ class LoopContext:
             "media": painted.media,
             "sigmas": painted.sigmas,
             "timesteps": painted.timesteps,
-            "sampler": {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.sampling).items()},
+            "sampler": _plain(self.sampling),
         }
         for name in ("latents", "targets", "means", "stages"):
             if (tensor := getattr(painted, name)) is not None:
@@ -146,6 +147,12 @@ class LoopContext:
         """The finished episode, with its timings."""
         episode = Episode(self.key, prompt, tuple(trajectories))
         return replace(episode, timings={**self.timings, "total": time.perf_counter() - self.started})
+
+
+@lru_cache(maxsize=16)
+def _plain(sampling: Sampling | Painting) -> dict[str, Any]:
+    """As JSON holds it; the same for all episodes of a step."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
 
 
 class AgentLoop(Protocol):

@@ -127,7 +127,7 @@ class Compared(Learning):
 class FlowGrpo(Compared):
     name: Literal["flow_grpo"]
     """Denoising steps as actions of a policy, with rewards of the finished media."""
-    clip: float = Field(1e-3, ge=DRIFT, lt=1)
+    clip: float = Field(1e-3, gt=0, lt=1)
     """The probability ratio of a step is followed within 1 ± clip. Log-probs are means over the latents' dimensions, so
     what fits shrinks as latents grow: 3e-3 at 64 dimensions, 1e-4 at 65,536."""
     guard: bool = False
@@ -135,6 +135,16 @@ class FlowGrpo(Compared):
     kl: float = Field(0.0, ge=0)
     """Coefficient of the KL to the reference: the student with its adapter switched off or, if all its weights learn, a
     copy of it from before training."""
+
+    @field_validator("clip")
+    @classmethod
+    def _above_drift(cls, clip: float) -> float:
+        if clip < DRIFT:
+            raise ValueError(
+                f"{clip:g} is below what rounding alone does to a ratio (up to {DRIFT:g} when the same step is "
+                f"computed in another micro-batch), so the clip would act on noise: {DRIFT:g} or more"
+            )
+        return clip
 
 
 class DiffusionNft(Compared):

@@ -66,6 +66,8 @@ class _Canvas:
     """float32 [rows, random steps, …]"""
     sigmas: Tensor
     """float32 [steps + 1]"""
+    timesteps: Tensor
+    """float32 [steps]"""
     conditions: list[Conditioning]
     conditioning: Batch
     at: int = 0
@@ -113,7 +115,8 @@ class DiffusionEngine:
         """A request that waits is told; one under way has few steps left and is finished."""
         for entry in [e for e in self._waiting if e[2].request.id == id]:
             self._waiting.remove(entry)
-            entry[2].future.set_exception(EngineError(f"request {id} was aborted before its first step"))
+            if not entry[2].future.done():
+                entry[2].future.set_exception(EngineError(f"request {id} was aborted before its first step"))
         heapq.heapify(self._waiting)
 
     async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
@@ -150,8 +153,8 @@ class DiffusionEngine:
                 self._step(canvas)
             self.counts.ticks += 1
             for canvas in [canvas for canvas in self._active if canvas.at == canvas.sampling.steps]:
-                self._active.remove(canvas)
                 self._finish(canvas)
+                self._active.remove(canvas)
         except Exception as error:
             self._fail(error)
             raise
@@ -198,8 +201,13 @@ class DiffusionEngine:
             row.admitted = now
             admitted.setdefault(row.request.sampling, []).append(row)
             room -= 1
-        for sampling, rows in admitted.items():
-            self._active.append(self._canvas(rows, sampling))
+        try:
+            for sampling, rows in admitted.items():
+                self._active.append(self._canvas(rows, sampling))
+        except Exception as error:
+            for row in (row for rows in admitted.values() for row in rows):
+                _refuse(row.future, "painting failed", error)
+            raise
 
     def _canvas(self, rows: list[_Row], sampling: Painting) -> _Canvas:
         size = Size(sampling.height, sampling.width, sampling.frames)
@@ -210,7 +218,14 @@ class DiffusionEngine:
         conditions = [self._encode(row.request.prompt, row.request.negative, sampling.guidance) for row in rows]
         sigmas = self.model.sigmas(sampling.steps, size).cpu()
         return _Canvas(
-            rows, sampling, noise[:, 0].to(self.model.device), noise[:, 1:], sigmas, conditions, repeated(conditions)
+            rows,
+            sampling,
+            noise[:, 0].to(self.model.device),
+            noise[:, 1:],
+            sigmas,
+            self.model.timesteps(sigmas[:-1]).cpu(),
+            conditions,
+            repeated(conditions),
         )
 
     def _encode(self, prompt: str, negative: str, guidance: float) -> Conditioning:
@@ -269,12 +284,12 @@ class DiffusionEngine:
         mask = torch.zeros(sampling.steps, dtype=torch.bool)
         if not sampling.capture:
             nothing = torch.empty(0)
-            return Painted(NO_MEDIA, sigmas, self.model.timesteps(sigmas).cpu(), mask, nothing, nothing.to(torch.int32))
+            return Painted(NO_MEDIA, sigmas, canvas.timesteps, mask, nothing, nothing.to(torch.int32))
         mask[slice(*sampling.window)] = True
         return Painted(
             NO_MEDIA,
             sigmas,
-            self.model.timesteps(sigmas).cpu(),
+            canvas.timesteps,
             mask,
             logp=torch.stack([logp[number] for logp in canvas.logp]).cpu(),
             version=torch.tensor(canvas.versions, dtype=torch.int32),

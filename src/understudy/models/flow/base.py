@@ -44,14 +44,10 @@ class PipelineModel(ABC):
         self.transformer: Any = pipe.transformer
         self.transformer.requires_grad_(True)
         self.dtype: torch.dtype = self.transformer.dtype
+        self.device: torch.device = self.transformer.device
         self._adapted = False
         self._reference: Any = None
         self._scheduler = self._schedule(pipe.scheduler)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.transformer.device
-        return device
 
     @abstractmethod
     def encode(self, prompts: Sequence[str], negative: Sequence[str] | None) -> list[Conditioning]: ...
