@@ -38,6 +38,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.full_loss
 	$(BIN)/python -m bench.queue_bandwidth
 	$(BIN)/python -m bench.rollout_path
+	$(BIN)/python -m bench.flow_step
 
 prove: $(READY)
 	$(BIN)/python proofs/run.py

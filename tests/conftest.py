@@ -17,3 +17,8 @@ pytest.register_assert_rewrite("queue_contract", "queue_objects", "queue_plans")
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("understudy", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("understudy")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start clusters take longest: they go first, so that nothing waits for them at the end."""
+    items.sort(key=lambda item: "ray" not in item.path.stem)

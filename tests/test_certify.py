@@ -26,7 +26,7 @@ from understudy.certify.subjects import Subject, subjects
 from understudy.certify.table import show, verdict
 from understudy.certify.toy import VOCABULARY, Cast, Copies, Toy
 from understudy.cli import main
-from understudy.config import schema
+from understudy.config import algorithms, schema
 from understudy.errors import UserError
 from understudy.models.packing import pack
 
@@ -73,12 +73,12 @@ def test_every_combination_that_the_schema_accepts_has_a_row(table: list[Row]) -
     expected = {
         *((name, payload, "supervised") for name in ("reverse_kl", "forward_kl", "jsd", "skewed_kl")
           for payload in payloads - {"auto", "sampled"}),
-        *((name, "sampled", form) for name in schema.SAMPLED for form in forms),
+        *((name, "sampled", form) for name in algorithms.SAMPLED for form in forms),
         ("forward_kl_topk", "top_k", "supervised"),
     } - {("k1", "sampled", "supervised")}  # fmt: skip
     assert {(row.objective, row.payload, row.form) for row in table} >= expected
     discounts = {(row.objective, row.discount) for row in table if row.form == "policy_gradient"}
-    assert discounts == {(name, discount) for name in schema.SAMPLED for discount in (0, 1)}
+    assert discounts == {(name, discount) for name in algorithms.SAMPLED for discount in (0, 1)}
 
 
 def test_every_check_is_made(table: list[Row]) -> None:

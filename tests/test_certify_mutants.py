@@ -19,7 +19,7 @@ from understudy.algorithms.objectives import OBJECTIVES, Claim, Settings, regist
 from understudy.certify import Row, certify
 from understudy.certify.toy import TEMPERATURE
 from understudy.data.trajectory import Batch
-from understudy.learner import update
+from understudy.learner import text, update
 from understudy.losses import contract, distillation, fused, policy_gradient
 from understudy.models.packing import pack
 
@@ -45,16 +45,17 @@ def failed(rows: list[Row]) -> set[str]:
 
 def shifted(by: int) -> Patch:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        chunks = update._chunks
+        chunks = text.TextPass.chunks
 
-        def moved(part: Batch, *rest: Any) -> Any:
+        def moved(self: text.TextPass) -> Any:
             columns = {
                 name: column.map(lambda flat: flat.roll(by, 0)) if name.startswith("teacher") else column
-                for name, column in part.columns.items()
+                for name, column in self.part.columns.items()
             }
-            return chunks(replace(part, columns=columns), *rest)
+            self.part = replace(self.part, columns=columns)
+            return chunks(self)
 
-        patch.setattr(update, "_chunks", moved)
+        patch.setattr(text.TextPass, "chunks", moved)
 
     return apply
 
@@ -82,7 +83,7 @@ def scale(model: Any, factor: float) -> None:
 
 def by_micro_batches(model: Any, batch: Batch, losses: Any, limits: Any, real: Any) -> None:
     real(model, batch, losses, limits)
-    scale(model, len(update._splits(batch, limits)))
+    scale(model, len(limits.split(batch)))
 
 
 def sequence_mean(model: Any, batch: Batch, losses: Any, limits: Any, real: Any) -> None:
@@ -111,7 +112,7 @@ def state_after_the_action(patch: pytest.MonkeyPatch) -> None:
         at = [row[mask.nonzero().squeeze(-1)] for row, mask in zip(packed.rows, masks, strict=True)]
         return model.forward_pack(packed)[torch.cat(at)], torch.tensor([len(a) for a in at], dtype=torch.int64)
 
-    patch.setattr(update, "_action_states", mutant)
+    patch.setattr(text, "_action_states", mutant)
 
 
 def temperature_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -124,16 +125,17 @@ def temperature_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def last_chunk_dropped(patch: pytest.MonkeyPatch) -> None:
-    real = update._chunks
+    real = text.TextPass.chunks
 
-    def mutant(part: Batch, lengths: Tensor, hidden: Tensor, size: int) -> Any:
-        found = list(real(part, lengths, hidden, size))
-        for at, chunk in found:
-            if len(found) > 1 and at.start == found[-1][0].start:
-                chunk.hidden = chunk.hidden * 0.5
-            yield at, chunk
+    def mutant(self: text.TextPass) -> Any:
+        left = len(self.positions)
+        for number, chunk in enumerate(real(self)):
+            left -= len(chunk.out.ids)
+            if number > 0 and left == 0:
+                chunk.out.hidden = chunk.out.hidden * 0.5
+            yield chunk
 
-    patch.setattr(update, "_chunks", mutant)
+    patch.setattr(text.TextPass, "chunks", mutant)
 
 
 # ── formulas and advantages ──────────────────────────────────────────────────────────────────────────────────────────
