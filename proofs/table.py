@@ -21,6 +21,7 @@ PAINTING = (
     "models/digits.py",
     "models/flow/",
     "models/shapes.py",
+    "models/toy_images.py",
     "policy/flow.py",
 )
 """Parts that a run over text does not load."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,18 +14,19 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from understudy.models import digits
-from understudy.models.digits import Recipe, build, from_toy, identity_vae, images, prompts, write_prompts
+from understudy.models import digits, toy_images
+from understudy.models.digits import RECIPE, build, from_toy, images, prompts, write_prompts
 from understudy.models.flow.contract import Size, collate
 from understudy.models.flow.loading import load_flow_model
 from understudy.models.sources import ModelError, Progress
+from understudy.models.toy_images import Recipe
 from understudy.policy.flow import step
 from understudy.rewards.classifier import classifier
 from understudy.rewards.contract import Answer, Media
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "digits"
-TINY = Recipe(heads=1, head_width=16, layers=1, steps=3, batch=4)
-SHORT = Recipe(heads=2, head_width=16, layers=1, steps=80, batch=32, warmup=10, decay=20)
+TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
+SHORT = replace(RECIPE, heads=2, head_width=16, layers=1, steps=80, batch=32, warmup=10, decay=20)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ class TestPrompts:
             assert named in ([digits.NUMBERS[digit]], [str(digit)])
 
     def test_tokens_are_words_and_all_of_them_fit(self) -> None:
-        tokenizer = digits.tokenizer()
+        tokenizer = toy_images.tokenizer(digits.words())
         for prompt, _ in [*prompts()[0], *prompts()[1]]:
             ids = tokenizer(prompt)["input_ids"]
             assert tokenizer.convert_ids_to_tokens(ids) == [*prompt.split(), "<end>"]
@@ -66,7 +69,7 @@ class TestPrompts:
 
 class TestBuilding:
     def test_the_autoencoder_hands_pixels_through(self) -> None:
-        vae, pixels = identity_vae(), torch.linspace(-1.5, 1.5, 5 * 64).view(5, 1, 8, 8)
+        vae, pixels = toy_images.identity_vae(1, 8), torch.linspace(-1.5, 1.5, 5 * 64).view(5, 1, 8, 8)
         with torch.no_grad():
             assert torch.allclose(vae.decode(pixels).sample, pixels, atol=3e-4)
             latents = vae.encode(pixels).latent_dist
@@ -122,7 +125,7 @@ class TestBuilding:
         pixels = torch.arange(10.0).view(10, 1, 1, 1)
         text = torch.arange(10.0).view(10, 1, 1, 1).expand(10, 3, 1, 1)
         captioned = digits._Captioned(pixels, torch.arange(10), text, text[..., 0])
-        recipe = Recipe(wrong=0.4, batch=5000)
+        recipe = replace(RECIPE, wrong=0.4, batch=5000)
         shown, said, pooled = captioned.draw(recipe, torch.Generator().manual_seed(0))
         assert torch.equal(said[..., 0], pooled)
         assert 0.33 < float((shown.flatten() != said.flatten()).float().mean()) < 0.39
@@ -137,7 +140,7 @@ class TestJudges:
         ],
     )
     def test_a_judge_recognises_digits_it_never_saw(
-        self, make: digits.Make, unseen: slice, seen: slice, tmp_path: Path
+        self, make: Callable[[Path], None], unseen: slice, seen: slice, tmp_path: Path
     ) -> None:
         make(tmp_path)
         pixels, labels = images(unseen)
@@ -164,7 +167,7 @@ class TestPaths:
         monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
-        def quick(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
+        def quick(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
 
@@ -184,7 +187,7 @@ class TestPaths:
     def test_a_failed_build_leaves_nothing(
         self, seeds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
+        def fail(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
             (directory / "model_index.json").write_text("{}")
             raise KeyboardInterrupt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,20 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from understudy.models import shapes as toy
-from understudy.models.digits import Recipe
+from understudy.models import toy_images
 from understudy.models.flow.contract import Size, collate
 from understudy.models.flow.loading import load_flow_model
-from understudy.models.shapes import Scene, build, from_toy, identity_vae, paint, scenes, write_prompts
+from understudy.models.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
 from understudy.models.sources import ModelError, Progress
+from understudy.models.toy_images import Recipe
 from understudy.policy.flow import step
 from understudy.rewards import shapes as verifier
 from understudy.rewards.contract import Answer, Media
 from understudy.rewards.shapes import Seen, grid_artefact, grid_artefact_of, recognise, shapes
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "shapes"
-TINY = Recipe(heads=1, head_width=16, layers=1, steps=3, batch=4)
-SHORT = Recipe(heads=2, head_width=16, layers=1, steps=80, batch=32, warmup=10, decay=20)
+TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
+SHORT = replace(RECIPE, heads=2, head_width=16, layers=1, steps=80, batch=32, warmup=10, decay=20)
 RED_RING = Scene(colour=0, shape=1, place=0)
 
 
@@ -66,7 +68,7 @@ class TestCaptions:
         assert all(_pairs(scene) <= pairs for scene in held_out)
 
     def test_tokens_are_words_and_all_of_them_fit(self) -> None:
-        tokenizer = toy.tokenizer()
+        tokenizer = toy_images.tokenizer(toy.WORDS)
         for scene in scenes():
             ids = tokenizer(scene.caption)["input_ids"]
             assert tokenizer.convert_ids_to_tokens(ids) == [*scene.caption.split(), "<end>"]
@@ -173,7 +175,7 @@ class TestGridArtefact:
 
 class TestBuilding:
     def test_the_autoencoder_hands_pixels_through(self) -> None:
-        vae, pixels = identity_vae(), torch.linspace(-1.5, 1.5, 5 * 768).view(5, 3, 16, 16)
+        vae, pixels = toy_images.identity_vae(3, 16), torch.linspace(-1.5, 1.5, 5 * 768).view(5, 3, 16, 16)
         with torch.no_grad():
             assert torch.allclose(vae.decode(pixels).sample, pixels, atol=1e-3)
             latents = vae.encode(pixels).latent_dist
@@ -218,7 +220,7 @@ class TestBuilding:
         grid = torch.stack(torch.meshgrid(*(torch.arange(float(n)) for n in counts), indexing="ij"), -1)
         allowed = torch.tensor([(s.colour, s.shape, s.place) for s in scenes() if not s.held_out])
         captioned = toy._Captioned(grid, grid, grid, allowed)
-        shown, said, pooled = captioned.draw(Recipe(wrong=0.4, batch=8000), torch.Generator().manual_seed(0))
+        shown, said, pooled = captioned.draw(replace(RECIPE, wrong=0.4, batch=8000), torch.Generator().manual_seed(0))
         assert torch.equal(said, pooled)
         assert not bool((said.sum(1) % 4 == 0).any())
         for column, (count, wrong) in enumerate(zip(counts, (0.4, 0.2, 0.4), strict=True)):

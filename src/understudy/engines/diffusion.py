@@ -11,7 +11,7 @@ import heapq
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -269,35 +269,19 @@ class DiffusionEngine:
         media = self.model.decode(canvas.latents).cpu()
         if canvas.sampling.stages:
             canvas.stages.append(self.model.decode(canvas.latents))
+        taken = {
+            name: torch.stack(steps, 1).cpu()
+            for name in ("logp", "before", "after", "means")
+            if (steps := getattr(canvas, name))
+        }
         now = time.perf_counter()
         for number, row in enumerate(canvas.rows):
             if row.future.done():
                 continue
-            steps = self._noised(canvas, number) if canvas.sampling.times else self._denoised(canvas, number)
+            steps = self._noised(canvas, number) if canvas.sampling.times else _denoised(canvas, taken, number)
             stages = torch.stack([stage[number] for stage in canvas.stages]).cpu() if canvas.stages else None
             seconds = {"wait": row.admitted - row.submitted, "run": now - row.admitted}
             row.future.set_result(replace(steps, media=media[number].clone(), stages=stages, seconds=seconds))
-
-    def _denoised(self, canvas: _Canvas, number: int) -> Painted:
-        """The trained steps of one row; none if they were not asked for."""
-        sampling, sigmas = canvas.sampling, canvas.sigmas[:-1]
-        mask = torch.zeros(sampling.steps, dtype=torch.bool)
-        if not sampling.capture:
-            nothing = torch.empty(0)
-            return Painted(NO_MEDIA, sigmas, canvas.timesteps, mask, nothing, nothing.to(torch.int32))
-        mask[slice(*sampling.window)] = True
-        return Painted(
-            NO_MEDIA,
-            sigmas,
-            canvas.timesteps,
-            mask,
-            logp=torch.stack([logp[number] for logp in canvas.logp]).cpu(),
-            version=torch.tensor(canvas.versions, dtype=torch.int32),
-            latents=torch.stack([x[number] for x in canvas.before]).cpu(),
-            targets=torch.stack([x[number] for x in canvas.after]).cpu(),
-            means=torch.stack([mean[number] for mean in canvas.means]).cpu() if canvas.means else None,
-            conditioning=_kept(canvas.conditions[number]),
-        )
 
     def _noised(self, canvas: _Canvas, number: int) -> Painted:
         """One finished row, put at noise levels of its own drawing: the forward process."""
@@ -344,6 +328,29 @@ class DiffusionEngine:
         scores, self._scores = self._scores, []
         for _, _, _, future in scores:
             _refuse(future, "scoring failed", error)
+
+
+def _denoised(canvas: _Canvas, taken: Mapping[str, Tensor], number: int) -> Painted:
+    """The trained steps of one row; none if they were not asked for. `taken` [rows, actions, …]."""
+    sampling, sigmas = canvas.sampling, canvas.sigmas[:-1]
+    mask = torch.zeros(sampling.steps, dtype=torch.bool)
+    if not sampling.capture:
+        nothing = torch.empty(0)
+        return Painted(NO_MEDIA, sigmas, canvas.timesteps, mask, nothing, nothing.to(torch.int32))
+    mask[slice(*sampling.window)] = True
+    own = {name: tensor[number].clone() for name, tensor in taken.items()}
+    return Painted(
+        NO_MEDIA,
+        sigmas,
+        canvas.timesteps,
+        mask,
+        logp=own["logp"],
+        version=torch.tensor(canvas.versions, dtype=torch.int32),
+        latents=own["before"],
+        targets=own["after"],
+        means=own.get("means"),
+        conditioning=_kept(canvas.conditions[number]),
+    )
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -1,14 +1,11 @@
 """A tiny image model that draws digits well and obeys badly: `toy:digits`, a start for FlowGRPO, and its two judges.
 
-It is a Stable Diffusion 3 pipeline like any other: two CLIP encoders, T5, a transformer, an autoencoder. The
-transformer is trained here, in a few minutes, on scikit-learn's 8×8 digits, of which almost half come with the caption
-of another digit. So it draws what the caption says about half of the time, and a reward has to teach it to obey. The
-text encoders keep their random weights, which tell words apart; the autoencoder hands pixels through.
+It is a Stable Diffusion 3 pipeline like any other (`toy_images`), trained in a minute or two on scikit-learn's 8×8
+digits, of which almost half come with the caption of another digit. So it draws what the caption says about half of the
+time, and a reward has to teach it to obey.
 
 `toy:digit-classifier` (a network, the reward) and `toy:digit-judge` (kernel machines, the gold measure) tell which
 digit an image shows. They learn from different images, and the second is never trained on.
-
-Every step depends on the seed alone: the same seed gives the same weights on one machine.
 """
 
 from __future__ import annotations
@@ -16,29 +13,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModelWithProjection,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-)
 
+from understudy.models import toy_images
 from understudy.models.arithmetic import one_thread
 from understudy.models.sources import ModelError, Progress, made_once
-
-_diffusers: Any = diffusers
-"""Untyped."""
+from understudy.models.toy_images import Recipe
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = (
@@ -52,10 +40,6 @@ WORDINGS = (
     "please draw {}",
 )
 PIXELS = 8
-_PAD, _END, _UNKNOWN = "<pad>", "<end>", "<unknown>"
-_TOKENS = 4
-"""that a prompt is padded to: the longest wording and the end"""
-_TEXT_WIDTH = 32
 _WHITE = 16.0
 """of scikit-learn's digits"""
 _SPLIT_SEED = 20
@@ -65,23 +49,7 @@ _RECIPE = 1
 """Part of the cached directory's name; raised when the training changes, so that older results are not used."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the image model is made."""
-
-    heads: int = 4
-    head_width: int = 32
-    layers: int = 2
-    patch: int = 4
-    """pixels a side that one token stands for"""
-    wrong: float = 0.45
-    """how often an image comes with the caption of a random digit"""
-    steps: int = 800
-    batch: int = 128
-    lr: float = 2e-3
-    warmup: int = 100
-    decay: int = 400
-    """last updates, in which the learning rate falls to 0"""
+RECIPE = Recipe(pixels=PIXELS, channels=1, wrong=0.45, steps=800, batch=128, decay=400)
 
 
 def prompts() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -131,122 +99,14 @@ def from_toy(path: str, report: Progress) -> Path:
     )
 
 
-def build(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
-    """Train the image model and write its pipeline. The global random state is left as it was."""
-    recipe = recipe or Recipe()
-    with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
-        torch.manual_seed(seed)
-        pipe = _pipeline(recipe)
-        _train(pipe, recipe, torch.Generator().manual_seed(seed), report or (lambda line: None))
-    pipe.save_pretrained(str(directory))
+def build(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+    """Train the image model and write its pipeline."""
+    toy_images.build(directory, seed, words(), recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word, then the end."""
-    words = sorted({word for rows in prompts() for prompt, _ in rows for word in prompt.split()})
-    ids = {token: i for i, token in enumerate([_PAD, _END, _UNKNOWN, *words])}
-    inner = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(single=f"$A {_END}", special_tokens=[(_END, ids[_END])])
-    inner.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (_PAD, _END, _UNKNOWN)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token=_PAD,
-        eos_token=_END,
-        unk_token=_UNKNOWN,
-        model_max_length=_TOKENS,
-        padding_side="right",
-    )
-
-
-def _pipeline(recipe: Recipe) -> Any:
-    words = tokenizer()
-    transformer = _diffusers.SD3Transformer2DModel(
-        sample_size=PIXELS,
-        patch_size=recipe.patch,
-        in_channels=1,
-        out_channels=1,
-        num_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        attention_head_dim=recipe.head_width,
-        caption_projection_dim=recipe.heads * recipe.head_width,
-        joint_attention_dim=2 * _TEXT_WIDTH,
-        pooled_projection_dim=2 * _TEXT_WIDTH,
-        pos_embed_max_size=PIXELS // recipe.patch,
-        qk_norm="rms_norm",
-    )
-    return _diffusers.StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=_diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0),
-        vae=identity_vae(),
-        text_encoder=_clip(len(words)),
-        tokenizer=words,
-        text_encoder_2=_clip(len(words)),
-        tokenizer_2=tokenizer(),
-        text_encoder_3=_t5(len(words)),
-        tokenizer_3=tokenizer(),
-    )
-
-
-def _clip(vocabulary: int) -> Any:
-    """Random, with embeddings of the size that training would give them."""
-    settings: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    model: Any = CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=vocabulary,
-            hidden_size=_TEXT_WIDTH,
-            intermediate_size=_TEXT_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=_TOKENS,
-            projection_dim=_TEXT_WIDTH,
-            **settings,
-        )
-    )
-    nn.init.normal_(model.get_input_embeddings().weight)
-    return model.eval()
-
-
-def _t5(vocabulary: int) -> Any:
-    width = 2 * _TEXT_WIDTH
-    config = T5Config(vocab_size=vocabulary, d_model=width, d_kv=16, d_ff=width, num_layers=1, num_heads=2)
-    return T5EncoderModel(config).eval()
-
-
-def identity_vae() -> Any:
-    """An autoencoder whose latents are the pixels, to about 1e-4.
-
-    Between its first and last convolution lie a group norm and SiLU. Channels x, −x, K, −K have mean 0 and, with a
-    large K, nearly the same variance for every x, so the norm only rescales; and silu(y) − silu(−y) = y.
-    """
-    vae = _diffusers.AutoencoderKL(
-        in_channels=1,
-        out_channels=1,
-        latent_channels=1,
-        block_out_channels=(4,),
-        down_block_types=("DownEncoderBlock2D",),
-        up_block_types=("UpDecoderBlock2D",),
-        layers_per_block=1,
-        norm_num_groups=1,
-        sample_size=PIXELS,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-    )
-    large = 100.0
-    with torch.no_grad():
-        for name, parameter in vae.named_parameters():
-            if "norm" not in name:
-                parameter.zero_()
-        for coder in (vae.encoder, vae.decoder):
-            coder.conv_in.weight[:2, 0, 1, 1] = torch.tensor([1.0, -1.0])
-            coder.conv_in.bias[2:] = torch.tensor([large, -large])
-            coder.conv_norm_out.weight.fill_(large / 2**0.5)
-            coder.conv_out.weight[0, :2, 1, 1] = torch.tensor([1.0, -1.0])
-        vae.encoder.conv_out.bias[1] = -30.0
-    return vae.eval()
+def words() -> list[str]:
+    """Of all prompts."""
+    return sorted({word for rows in prompts() for prompt, _ in rows for word in prompt.split()})
 
 
 def images(part: slice) -> tuple[Tensor, Tensor]:
@@ -280,14 +140,7 @@ class _Captioned:
     def of(cls, pipe: Any) -> _Captioned:
         pixels, digits = images(slice(None))
         captions = sorted(prompts()[0], key=lambda row: row[1])
-        with torch.no_grad():
-            text, _, pooled, _ = pipe.encode_prompt(
-                [prompt for prompt, _ in captions],
-                None,
-                None,
-                do_classifier_free_guidance=False,
-                max_sequence_length=_TOKENS,
-            )
+        text, pooled = toy_images.encoded(pipe, [prompt for prompt, _ in captions])
         return cls(pixels * 2 - 1, digits, text.unflatten(0, (10, -1)), pooled.unflatten(0, (10, -1)))
 
     def draw(self, recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,40 +151,6 @@ class _Captioned:
         digit = torch.where(wrong, torch.randint(10, count, generator=generator), self.digits[rows])
         caption = torch.randint(self.text.shape[1], count, generator=generator)
         return self.pixels[rows], self.text[digit, caption], self.pooled[digit, caption]
-
-
-def _train(pipe: Any, recipe: Recipe, generator: torch.Generator, report: Progress) -> None:
-    """Flow matching with AdamW: at x_σ = (1 − σ)·data + σ·noise, predict noise − data."""
-    captioned = _Captioned.of(pipe)
-    model = pipe.transformer
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-    model.train()
-    for step in range(recipe.steps):
-        optimizer.param_groups[0]["lr"] = recipe.lr * _rate(step, recipe)
-        data, text, pooled = captioned.draw(recipe, generator)
-        noise = torch.randn(data.shape, generator=generator)
-        sigma = torch.rand(recipe.batch, generator=generator)
-        mix = sigma.view(-1, 1, 1, 1)
-        velocity = model(
-            (1 - mix) * data + mix * noise,
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
-            timestep=sigma * pipe.scheduler.config.num_train_timesteps,
-            return_dict=False,
-        )[0]
-        loss = F.mse_loss(velocity, noise - data)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if (step + 1) % 200 == 0 or step + 1 == recipe.steps:
-            report(f"step {step + 1} of {recipe.steps}, loss {loss.item():.3f}")
-    model.eval()
-
-
-def _rate(step: int, recipe: Recipe) -> float:
-    """Share of the peak learning rate: up, level, down."""
-    return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / recipe.decay)
 
 
 def build_classifier(directory: Path) -> None:
