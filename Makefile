@@ -23,7 +23,7 @@ quickstart: $(READY)
 	else $(BIN)/understudy train recipes/quickstart.yaml; fi
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff check .
