@@ -15,7 +15,7 @@ import torch
 pytest.register_assert_rewrite("queue_contract", "queue_objects", "queue_plans")
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("understudy", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("understudy", deadline=None, max_examples=25)
 hypothesis.settings.load_profile("understudy")
 
 
