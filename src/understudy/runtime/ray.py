@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +70,18 @@ class Remote:
             return error.cause
         if isinstance(error, RayActorError):
             back, said = isinstance(error, ActorUnavailableError), " ".join(str(error).split())
-            if error.actor_init_failed:  # a traceback: what was raised stands at its end
-                return ReplicaGone(f"{self.name} could not start: … {said[-500:]}", for_good=True)
+            if error.actor_init_failed:
+                return ReplicaGone(f"{self.name} could not start: {_raised(str(error))}", for_good=True)
             state = "is being started again" if back else "died and will not be started again"
             return ReplicaGone(f"{self.name} {state}: {said[:300]}", for_good=not back)
         return error
+
+
+def _raised(trace: str) -> str:
+    """What a process said last, of the traceback that it left: from the last line that begins with an error's name."""
+    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
+    named = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Gone)\b", line)]
+    return " ".join(lines[named[-1] if named else -3 :])[:1000]
 
 
 @dataclass(frozen=True, slots=True)
