@@ -15,6 +15,7 @@ from understudy.build import Report, silent
 from understudy.config.diffusion import DiffusionConfig, DiffusionNft
 from understudy.engines.contract import Painting, Want
 from understudy.engines.diffusion import DiffusionEngine
+from understudy.errors import UserError
 from understudy.learner.flow import StepLimits
 from understudy.learner.optimizer import build_optimizer
 from understudy.learning import Learner, Trainable
@@ -37,7 +38,7 @@ def student_model(config: DiffusionConfig, report: Report = silent, device: str 
     model = _load(config.student.path, config.student.dtype, report, device)
     if config.student.lora is not None:
         model.add_lora(config.student.lora, config.seed)
-    model.latent_shape(_size(config))  # a size that the architecture cannot paint is refused here
+    _check_size(config, model)
     return model
 
 
@@ -64,8 +65,13 @@ def teacher_engine(config: DiffusionConfig, name: str, model: PipelineModel) -> 
     )
 
 
-def _size(config: DiffusionConfig) -> Size:
-    return Size(config.rollout.height, config.rollout.width, config.rollout.frames)
+def _check_size(config: DiffusionConfig, model: PipelineModel) -> None:
+    """A size that the architecture cannot paint is refused before the run starts."""
+    rollout = config.rollout
+    try:
+        model.latent_shape(Size(rollout.height, rollout.width, rollout.frames))
+    except ValueError as error:
+        raise UserError(f"rollout.height, rollout.width, rollout.frames: {error}") from None
 
 
 # ── what is asked of the student ─────────────────────────────────────────────────────────────────────────────────────

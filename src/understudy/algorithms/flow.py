@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -98,8 +99,8 @@ class MatchLoss:
         apart = (out.mean.detach() - teacher).abs() > ROUNDING * (1 + teacher.abs())
         settled = ~apart.flatten(1).any(1)
         loss = flow.step_kl(out.mean, teacher, out.std).masked_fill(settled, 0.0)
-        seen = {"loss": loss.detach(), "divergence": loss.detach(), "settled": settled.float()}
-        return LossSum(loss.sum(), seen)
+        seen = {"divergence": loss.detach(), "settled": settled.float(), "student_logp": out.logp.detach()}
+        return LossSum(loss.sum(), {"loss": loss.detach(), **seen})
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ def flow_distill() -> Algorithm:
         note="KL(student step ‖ teacher step) on the student's own latents, exact for each step (both Gaussian, of "
         "one width)",
         shares=CONDITIONING,
+        at_first=ReplayGap(),
     )
 
 
@@ -163,7 +165,8 @@ def flow_distill() -> Algorithm:
 class ReplayGap:
     """How far the learner's log-probs lie from the sampler's with the same weights, at each denoising step."""
 
-    clip: float
+    clip: float = math.inf
+    """what the gap must not exceed: a loss that clips ratios would clip rounding"""
 
     def __call__(self, batch: Batch, columns: Mapping[str, Ragged]) -> dict[str, float]:
         gap = (columns["student_logp"].values - batch.columns["behaviour_logp"].values).abs()

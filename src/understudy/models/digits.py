@@ -11,7 +11,6 @@ digit an image shows. They learn from different images, and the second is never 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,20 +82,13 @@ def from_toy(path: str, report: Progress) -> Path:
         )
     if path == "toy:digit-judge":
         return made_once(f"toy-digit-judge-{_RECIPE}", "training a judge of digits", build_judge, report, Path.is_dir)
-    match = re.fullmatch(r"toy:digits(?:-(\d{1,9}))?", path)
-    if match is None:
+    found = toy_images.by_seed(path, "digits", _RECIPE, "training a tiny model that draws digits", build, report)
+    if found is None:
         raise ModelError(
             f"unknown toy model {path!r}: there is toy:digits, or toy:digits-1, toy:digits-2, … for other seeds, "
             "toy:digit-classifier and toy:digit-judge"
         )
-    seed = int(match[1] or 0)
-    return made_once(
-        f"toy-digits-{seed}-{_RECIPE}",
-        f"training a tiny model that draws digits, seed {seed}",
-        lambda directory: build(directory, seed, report=report),
-        report,
-        Path.is_dir,
-    )
+    return found
 
 
 def build(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:

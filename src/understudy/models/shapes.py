@@ -9,7 +9,6 @@ once in six times. Captions that are tested on are combinations never seen.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from understudy.models import toy_images
-from understudy.models.sources import ModelError, Progress, made_once
+from understudy.models.sources import ModelError, Progress
 from understudy.models.toy_images import Recipe
 
 COLOURS = {
@@ -78,19 +77,12 @@ def write_prompts(directory: Path) -> None:
 
 def from_toy(path: str, report: Progress) -> Path:
     """The directory of `toy:shapes` (seed 0) or `toy:shapes-SEED`, made once per machine."""
-    match = re.fullmatch(r"toy:shapes(?:-(\d{1,9}))?", path)
-    if match is None:
+    found = toy_images.by_seed(path, "shapes", _VERSION, "training a tiny model that paints shapes", build, report)
+    if found is None:
         raise ModelError(
             f"unknown toy model {path!r}: there is toy:shapes, or toy:shapes-1, toy:shapes-2, … for other seeds"
         )
-    seed = int(match[1] or 0)
-    return made_once(
-        f"toy-shapes-{seed}-{_VERSION}",
-        f"training a tiny model that paints shapes, seed {seed}",
-        lambda directory: build(directory, seed, report=report),
-        report,
-        Path.is_dir,
-    )
+    return found
 
 
 def build(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:

@@ -7,6 +7,7 @@ machine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import (
 )
 
 from understudy.models.arithmetic import one_thread
-from understudy.models.sources import Progress
+from understudy.models.sources import Progress, made_once
 
 _diffusers: Any = diffusers
 """Untyped."""
@@ -58,6 +59,21 @@ class Recipe:
     """pixels a side that one token stands for"""
     lr: float = 2e-3
     warmup: int = 100
+
+
+def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., None], report: Progress) -> Path | None:
+    """The directory of `toy:NAME` (seed 0) or `toy:NAME-SEED`, made once per machine; None if it is neither."""
+    match = re.fullmatch(rf"toy:{name}(?:-(\d{{1,9}}))?", path)
+    if match is None:
+        return None
+    seed = int(match[1] or 0)
+    return made_once(
+        f"toy-{name}-{seed}-{version}",
+        f"{what}, seed {seed}",
+        lambda directory: build(directory, seed, report=report),
+        report,
+        Path.is_dir,
+    )
 
 
 Draw = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor]]
