@@ -408,6 +408,31 @@ def test_a_hang_is_killed_and_others_do_not_notice(plugin: str, tmp_path: Path) 
     with_pool(RewardPool({"own": act(timeout=1.0)}, [plugin]), use)
 
 
+def test_answers_behind_many_that_end_their_process(plugin: str) -> None:
+    """More workers are lost in front of an answer than it may lose itself."""
+
+    async def use(pool: RewardPool) -> None:
+        texts = ["value 0", *(f"exit {i}" for i in range(1, 6)), *(f"value {i}" for i in range(1, 10))]
+        judgements = await asyncio.gather(*(pool.score(answer(text)) for text in texts))
+        assert [judgement.reward for judgement in judgements] == [0, *[None] * 5, *range(1, 10)]
+        assert all("the worker died while it ran" in str(judgement.failure) for judgement in judgements[1:6])
+        assert pool.counts["died"] == pool.counts["restarted"] == 5
+
+    with_pool(RewardPool({"own": act()}, [plugin]), use)
+
+
+def test_the_answer_that_hangs_is_the_one_that_fails(plugin: str) -> None:
+    """A worker has the next answers at hand already: they are judged by its successor, with a clock of their own."""
+
+    async def use(pool: RewardPool) -> None:
+        texts = [f"sleep {0.4 if i != 3 else 600}" for i in range(6)]
+        judgements = await asyncio.gather(*(pool.score(answer(text)) for text in texts))
+        assert [judgement.reward for judgement in judgements] == [1, 1, 1, None, 1, 1]
+        assert pool.counts["timed_out"] == pool.counts["restarted"] == 1
+
+    with_pool(RewardPool({"own": act(timeout=1.0)}, [plugin]), use)
+
+
 def test_catastrophic_backtracking_is_killed() -> None:
     async def use(pool: RewardPool) -> None:
         judgement = await pool.score(answer("a" * 64 + "b"))

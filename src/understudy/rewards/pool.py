@@ -27,6 +27,10 @@ CLOSED = "the reward pool is closed"
 ATTEMPTS = 3
 """Workers that may die with an answer in hand before its first reward has begun."""
 
+AHEAD = 8
+"""Answers that a worker has at hand at once if there is no other who could judge them: it goes from one to the next
+without waiting for the pool. Among several workers each has one, so that none waits behind a slow one."""
+
 
 Counted = Literal["scored", "raised", "not_finite", "timed_out", "died", "restarted"]
 """What became of answers (each is in one of the first five), and workers that were replaced, whatever the reason."""
@@ -45,8 +49,17 @@ class _Failed(Exception):
 class _NotBegun(Exception):
     """The worker was lost before it began: nobody's fault, another one may try."""
 
+    def __init__(self, *, behind: bool) -> None:
+        super().__init__()
+        self.behind = behind
+        """it was lost to an answer before this one"""
 
-_Slot = asyncio.Task[WorkerProcess]
+
+class _Seat:
+    """The place of one process; when a worker is gone, the next one takes it."""
+
+    def __init__(self, worker: asyncio.Task[WorkerProcess]) -> None:
+        self.worker = worker
 
 
 class RewardPool:
@@ -73,8 +86,9 @@ class RewardPool:
         self._plugins = tuple(plugins)
         self._processes = processes
         self._start_deadline = start_deadline
-        self._idle: asyncio.Queue[_Slot | None] = asyncio.Queue()
-        self._slots: set[_Slot] = set()
+        self._idle: asyncio.Queue[_Seat | None] = asyncio.Queue()
+        """seats, as often as their workers take one more answer"""
+        self._seats: list[_Seat] = []
         self._ending: set[WorkerProcess] = set()
         self._started = self._closed = False
 
@@ -90,21 +104,22 @@ class RewardPool:
     @property
     def pids(self) -> list[int]:
         """Processes that are ready or at work."""
-        return [slot.result().pid for slot in self._slots if _is_ready(slot)]
+        return [seat.worker.result().pid for seat in self._seats if _is_ready(seat.worker)]
 
     async def start(self) -> None:
         """Start the workers. UserError with everything that is wrong with plugins, names, options and numbers."""
         if self._started:
             raise RuntimeError("the reward pool was started before")
         self._started = True
-        slots = [self._new_slot(None) for _ in range(self._processes)]
+        self._seats = [_Seat(asyncio.create_task(self._launch(None))) for _ in range(self._processes)]
         try:
-            await asyncio.gather(*slots)
+            await asyncio.gather(*(seat.worker for seat in self._seats))
         except BaseException:
             await self.close()
             raise
-        for slot in slots:
-            self._idle.put_nowait(slot)
+        for _ in range(AHEAD if self._processes == 1 else 1):
+            for seat in self._seats:
+                self._idle.put_nowait(seat)
 
     async def score(self, answer: Answer) -> Judgement:
         """Run every reward on the answer, in the order of the specs, up to the first that fails."""
@@ -126,15 +141,15 @@ class RewardPool:
         """End every process, also those at work; answers that are not judged yet raise RuntimeError. Safe to repeat."""
         self._closed = True
         self._idle.put_nowait(None)
-        slots = list(self._slots)
-        for slot in slots:
-            if _is_ready(slot):
-                slot.result().kill()
+        workers = [seat.worker for seat in self._seats]
+        for worker in workers:
+            if _is_ready(worker):
+                worker.result().kill()
             else:
-                slot.cancel()
-        await asyncio.gather(*slots, return_exceptions=True)
-        self._ending.update(slot.result() for slot in slots if _is_ready(slot))
-        self._slots.difference_update(slots)
+                worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        self._ending.update(worker.result() for worker in workers if _is_ready(worker))
+        self._seats = []
         await asyncio.gather(*(worker.reap() for worker in self._ending))
 
     async def _run(self, answer: Answer, parts: dict[str, float]) -> None:
@@ -143,28 +158,32 @@ class RewardPool:
             frame = wire.frame(pickle.dumps(answer))
         except Exception as error:
             raise _Failed("raised", f"the answer cannot be sent to a worker; pickling raised: {error!r}") from None
-        for _ in range(ATTEMPTS):
-            slot = await self._acquire()
+        lost = 0
+        while lost < ATTEMPTS:
+            seat, worker = await self._acquire()
             try:
-                return await self._judge(slot.result(), frame, parts)
-            except _NotBegun:
-                continue
+                return await self._judge(worker, frame, parts)
+            except _NotBegun as error:
+                lost += not error.behind
             except _Failed:
                 if self._closed:
                     raise RuntimeError(CLOSED) from None
                 raise
             finally:
-                self._release(slot)
+                self._release(seat, worker)
         raise _Failed("died", f"the worker died {ATTEMPTS} times before a reward had begun")
 
     async def _judge(self, worker: WorkerProcess, frame: bytes, parts: dict[str, float]) -> None:
-        """Have one worker judge one answer. It is killed unless it is known to wait for the next one."""
+        """Have one worker judge one answer. It is killed unless it is known to go on with the next one."""
         at_rest = False
         try:
             worker.send(frame)
-            for name, spec in self._specs.items():
-                await self._begun(worker, first=not parts)
-                parts[name] = await self._value(worker, f"reward {name!r} ({spec.function})", spec.timeout)
+            async with worker.turn:
+                if not worker.usable:
+                    raise _NotBegun(behind=True)
+                for name, spec in self._specs.items():
+                    await self._begun(worker, first=not parts)
+                    parts[name] = await self._value(worker, f"reward {name!r} ({spec.function})", spec.timeout)
             at_rest = True
         except _Failed as failed:
             at_rest = failed.at_rest
@@ -181,7 +200,7 @@ class RewardPool:
             raise _Failed("timed_out", f"timed out: the worker did not begin within {BEGIN_DEADLINE:g} s") from None
         except WorkerLost:
             if first:
-                raise _NotBegun from None
+                raise _NotBegun(behind=False) from None
             raise _Failed("died", "the worker died between two rewards") from None
         if report["kind"] == "unreadable":
             why = f"the worker cannot read the answer; that raised: {report['why']}"
@@ -195,8 +214,7 @@ class RewardPool:
         except TimeoutError:
             raise late from None
         except WorkerLost:
-            worker.kill()
-            raise _Failed("died", f"{who}: the worker died while it ran ({await worker.reap()})") from None
+            raise _Failed("died", f"{who}: the worker died while it ran ({await worker.end()})") from None
         if report["seconds"] > timeout:
             raise late
         if report["kind"] == "raised":
@@ -206,54 +224,47 @@ class RewardPool:
             raise _Failed("not_finite", why, at_rest=True)
         return report["value"]
 
-    def _new_slot(self, old: WorkerProcess | None) -> _Slot:
-        """A worker that is about to be ready, in place of one that was killed."""
-        slot = asyncio.create_task(self._launch(old))
-        self._slots.add(slot)
-        return slot
-
     async def _launch(self, old: WorkerProcess | None) -> WorkerProcess:
         if old is not None:
             await old.reap()
             self._ending.discard(old)
         return await launch(self._specs, self._plugins, self._start_deadline)
 
-    async def _acquire(self) -> _Slot:
+    async def _acquire(self) -> tuple[_Seat, WorkerProcess]:
         """A worker for one answer, first come, first served. UserError if one cannot be started any more."""
         while True:
-            slot = await self._idle.get()
-            if slot is None:
+            seat = await self._idle.get()
+            if seat is None:
                 self._idle.put_nowait(None)
                 raise RuntimeError(CLOSED)
+            starting = seat.worker
             try:
-                worker = await asyncio.shield(slot)
+                worker = await asyncio.shield(starting)
             except asyncio.CancelledError:
-                if slot.cancelled():
+                if starting.cancelled():
                     raise RuntimeError(CLOSED) from None
-                self._idle.put_nowait(slot)
+                self._idle.put_nowait(seat)
                 raise
             except Exception:
-                self._slots.discard(slot)
-                self._idle.put_nowait(self._new_slot(None))
+                if seat.worker is starting:
+                    seat.worker = asyncio.create_task(self._launch(None))
+                self._idle.put_nowait(seat)
                 raise
             if worker.usable:
-                return slot
-            self._release(slot)
+                return seat, worker
+            self._release(seat, worker)
 
-    def _release(self, slot: _Slot) -> None:
-        """Hand the worker to the next answer, or see to its successor."""
-        worker = slot.result()
+    def _release(self, seat: _Seat, worker: WorkerProcess) -> None:
+        """Make room for the next answer; see to a successor if the worker is gone and nobody else did."""
         if self._closed:
             return
-        if worker.usable:
-            self._idle.put_nowait(slot)
-            return
-        worker.kill()
-        self._slots.discard(slot)
-        self._ending.add(worker)
-        self.counts["restarted"] += 1
-        self._idle.put_nowait(self._new_slot(worker))
+        if not worker.usable and _is_ready(seat.worker) and seat.worker.result() is worker:
+            worker.kill()
+            self._ending.add(worker)
+            self.counts["restarted"] += 1
+            seat.worker = asyncio.create_task(self._launch(worker))
+        self._idle.put_nowait(seat)
 
 
-def _is_ready(slot: _Slot) -> bool:
-    return slot.done() and not slot.cancelled() and slot.exception() is None
+def _is_ready(worker: asyncio.Task[WorkerProcess]) -> bool:
+    return worker.done() and not worker.cancelled() and worker.exception() is None

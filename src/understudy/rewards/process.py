@@ -23,6 +23,10 @@ START_DEADLINE = 120.0
 """Seconds to start Python and load the plugins, which may import torch on a busy machine."""
 
 
+LAST_MOMENT = 1.0
+"""Seconds from the end of a worker's socket to the end of its process."""
+
+
 class WorkerLost(ConnectionError):
     """The process is gone, or closed its end."""
 
@@ -70,13 +74,16 @@ class _Link(asyncio.Protocol):
 
 
 class WorkerProcess:
-    """A process that is ready to judge answers. Made by `launch`, used by one answer at a time."""
+    """A process that is ready to judge answers. Made by `launch`. It judges in the order in which answers are sent;
+    whoever sent one takes its turn, and then receives."""
 
     def __init__(self, process: subprocess.Popen[bytes], link: _Link, transport: asyncio.Transport) -> None:
         self._process = process
         self._link = link
         self._transport = transport
         self._killed = False
+        self.turn = asyncio.Lock()
+        """held by whoever receives; a lock is taken in the order in which it was asked for"""
 
     @classmethod
     async def open(cls) -> WorkerProcess:
@@ -128,8 +135,7 @@ class WorkerProcess:
         except TimeoutError:
             raise UserError(f"rewards: a worker process was not ready after {deadline:g} s{loading}") from None
         except WorkerLost:
-            self.kill()
-            status = await self.reap()
+            status = await self.end()
             ended = loading or " at its start"
             raise UserError(f"rewards: a worker process ended{ended} ({status})") from None
         if report["kind"] == "refused":
@@ -142,6 +148,13 @@ class WorkerProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._transport.abort()
+
+    async def end(self) -> str:
+        """Of one that has closed its end: it gets a moment to die by itself, so that how it ended is its own doing."""
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, LAST_MOMENT)
+        self.kill()
+        return await self.reap()
 
     async def reap(self) -> str:
         """Wait until the killed process is gone; says how it ended."""
