@@ -270,18 +270,28 @@ class DiffusionEngine:
         if canvas.sampling.stages:
             canvas.stages.append(self.model.decode(canvas.latents))
         taken = {
-            name: torch.stack(steps, 1).cpu()
+            name: torch.stack(steps, 1).cpu().unbind()
             for name in ("logp", "before", "after", "means")
             if (steps := getattr(canvas, name))
         }
+        mask = torch.zeros(canvas.sampling.steps, dtype=torch.bool)
+        mask[slice(*canvas.sampling.window)] = canvas.sampling.capture
+        version = torch.tensor(canvas.versions, dtype=torch.int32)
+        common = Painted(NO_MEDIA, canvas.sigmas[:-1], canvas.timesteps, mask, torch.empty(0), version)
         now = time.perf_counter()
         for number, row in enumerate(canvas.rows):
             if row.future.done():
                 continue
-            steps = self._noised(canvas, number) if canvas.sampling.times else _denoised(canvas, taken, number)
-            stages = torch.stack([stage[number] for stage in canvas.stages]).cpu() if canvas.stages else None
-            seconds = {"wait": row.admitted - row.submitted, "run": now - row.admitted}
-            row.future.set_result(replace(steps, media=media[number].clone(), stages=stages, seconds=seconds))
+            own = {name: rows[number].clone() for name, rows in taken.items()}
+            steps = self._noised(canvas, number) if canvas.sampling.times else _denoised(common, own)
+            painted = replace(
+                steps,
+                media=media[number].clone(),
+                stages=torch.stack([stage[number] for stage in canvas.stages]).cpu() if canvas.stages else None,
+                conditioning=_kept(canvas.conditions[number]) if canvas.sampling.times or own else {},
+                seconds={"wait": row.admitted - row.submitted, "run": now - row.admitted},
+            )
+            row.future.set_result(painted)
 
     def _noised(self, canvas: _Canvas, number: int) -> Painted:
         """One finished row, put at noise levels of its own drawing: the forward process."""
@@ -299,7 +309,6 @@ class DiffusionEngine:
             version=torch.full((times,), self.version, dtype=torch.int32),
             latents=(1 - level) * data + level * noise,
             targets=noise - data,
-            conditioning=_kept(canvas.conditions[number]),
         )
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,27 +339,11 @@ class DiffusionEngine:
             _refuse(future, "scoring failed", error)
 
 
-def _denoised(canvas: _Canvas, taken: Mapping[str, Tensor], number: int) -> Painted:
-    """The trained steps of one row; none if they were not asked for. `taken` [rows, actions, …]."""
-    sampling, sigmas = canvas.sampling, canvas.sigmas[:-1]
-    mask = torch.zeros(sampling.steps, dtype=torch.bool)
-    if not sampling.capture:
-        nothing = torch.empty(0)
-        return Painted(NO_MEDIA, sigmas, canvas.timesteps, mask, nothing, nothing.to(torch.int32))
-    mask[slice(*sampling.window)] = True
-    own = {name: tensor[number].clone() for name, tensor in taken.items()}
-    return Painted(
-        NO_MEDIA,
-        sigmas,
-        canvas.timesteps,
-        mask,
-        logp=own["logp"],
-        version=torch.tensor(canvas.versions, dtype=torch.int32),
-        latents=own["before"],
-        targets=own["after"],
-        means=own.get("means"),
-        conditioning=_kept(canvas.conditions[number]),
-    )
+def _denoised(common: Painted, own: Mapping[str, Tensor]) -> Painted:
+    """The trained steps of one row; none if they were not asked for. `own` [actions, …]."""
+    if not own:
+        return common
+    return replace(common, logp=own["logp"], latents=own["before"], targets=own["after"], means=own.get("means"))
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> Tensor:

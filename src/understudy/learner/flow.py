@@ -56,7 +56,7 @@ class FlowPass:
         self._columns = {name: values.to(device) for name, values in self._columns.items()}
         latents, targets = (batch.columns[name].values[positions].to(device) for name in ("latents", "targets"))
         sigma, after = (values[positions].to(device) for values in noise_levels(batch))
-        conditioning = repeated([batch.shared[batch.keys[int(i)].group] for i in row])
+        conditioning = repeated([batch.shared[batch.keys[i].group] for i in row.tolist()])
 
         def predict() -> Tensor:
             return model.velocity(latents, sigma, conditioning, limits.guidance)
