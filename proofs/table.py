@@ -25,7 +25,15 @@ PAINTING = (
     "policy/flow.py",
 )
 """Parts that a run over text does not load."""
-CLUSTER = ("distributed.py", "hosts.py", "queue/transfer", "queue/clerk.py", "runtime/ray.py", "runtime/placement.py")
+CLUSTER = (
+    "board.py",
+    "distributed.py",
+    "hosts.py",
+    "queue/transfer",
+    "queue/clerk.py",
+    "runtime/ray.py",
+    "runtime/placement.py",
+)
 """Parts that an embedded run does not load."""
 
 

@@ -21,6 +21,7 @@ from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, Prompts
 from understudy.backstage import Learnt
+from understudy.board import BOARD, Board, Started
 from understudy.build import Report as Say
 from understudy.checkpoint import Best, Checkpoint, CheckpointStore
 from understudy.config.pools import pool_members
@@ -31,14 +32,11 @@ from understudy.data.trajectory import GroupKey, Prompt
 from understudy.engines.contract import GenerateRequest, Generation
 from understudy.errors import UserError
 from understudy.hosts import (
-    BOARD,
-    Board,
     EngineHost,
     Engines,
     LearnerHost,
     Report,
     Setting,
-    Started,
     WorkerHost,
     pools,
 )
@@ -50,7 +48,7 @@ from understudy.queue.transfer_queue import start as start_queue
 from understudy.record.timeline import Interval
 from understudy.rollout import EpisodeDone, Order
 from understudy.runtime.contract import ReplicaGone
-from understudy.runtime.ray import Cluster, Remote, all_within
+from understudy.runtime.ray import Cluster, Remote, Stored, all_within
 from understudy.signals import build_algorithm
 from understudy.stages import Role
 
@@ -331,7 +329,7 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int) -> Distributed:
         },
         replicas("reference", "", "reference", _reference_pool(config)) if build.has_reference(config) else (),
     )
-    board.ask("introduce", queue, engines)
+    board.ask("introduce", Stored.put((queue, engines)))
     home, count = config.learner.pool, config.pools[config.learner.pool].replicas
     ranks = tuple(
         cluster.spawn(

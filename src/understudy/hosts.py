@@ -1,4 +1,4 @@
-"""What lives in the processes of a cluster: a board, engines, agent-loop workers, ranks of the learner.
+"""What lives in the processes of a cluster besides the board: engines, agent-loop workers, ranks of the learner.
 
 Each is an ordinary class made of the same parts as a run in one process; `distributed` places them.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.backstage import Learnt, learner_state, restore_learner, take_seconds
+from understudy.board import BOARD, Started
 from understudy.checkpoint import Best, Checkpoint
 from understudy.config.schema import Pool, RunConfig
 from understudy.data.ragged import Ragged
@@ -47,57 +48,12 @@ from understudy.signals import reward_pool
 from understudy.stages import Role
 from understudy.teachers.pool import TeacherPool
 
-BOARD = "board"
-"""Name under which processes find it."""
 COALESCED = 0.005
 """Seconds in which further outcomes may join the first that a worker reports."""
 BUCKET = 256 * 1024 * 1024
 """Bytes of weights that travel together."""
 INTERVALS = 20_000
 """Requests whose times an engine remembers until it is asked for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A process of an engine began: once, unless it died."""
-
-    name: str
-    actor: str
-    pid: int
-    at: float
-
-
-class Board:
-    """What processes that are started again need to know, and what the run wants to know of them."""
-
-    def __init__(self) -> None:
-        self._weights: tuple[int, list[Stored]] | None = None
-        self._starts: list[Started] = []
-        self._queue: SampleQueue | None = None
-        self._engines: Engines | None = None
-
-    async def introduce(self, queue: SampleQueue, engines: Engines) -> None:
-        """Who is who, before anybody asks."""
-        self._queue, self._engines = queue, engines
-
-    async def queue(self) -> SampleQueue | None:
-        return self._queue
-
-    async def engines(self) -> Engines | None:
-        return self._engines
-
-    async def publish(self, version: int, buckets: list[Stored]) -> None:
-        self._weights = (version, buckets)
-
-    async def weights(self) -> tuple[int, list[Stored]] | None:
-        """The newest version that was published, for an engine that missed it."""
-        return self._weights
-
-    async def started(self, start: Started) -> None:
-        self._starts.append(start)
-
-    async def starts(self) -> list[Started]:
-        return self._starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +199,12 @@ class Engines:
         return [*self.student, *(r for replicas in self.teachers.values() for r in replicas), *self.reference]
 
 
+def met(board: Remote) -> tuple[SampleQueue, Engines]:
+    """Who is who, as the run has said before anybody could ask."""
+    company: tuple[SampleQueue, Engines] = board.ask("company").get()
+    return company
+
+
 def pool(config: RunConfig, name: str, replicas: Sequence[Remote]) -> TeacherPool:
     """Replicas that score, as one process sees them."""
     engines = [RemoteEngine(remote) for remote in replicas]
@@ -273,8 +235,7 @@ class WorkerHost(Host):
     def __init__(self, setting: Setting) -> None:
         setting.enter()
         config, board = setting.config, Remote.find(BOARD)
-        engines: Engines = board.ask("engines")
-        queue: SampleQueue = board.ask("queue")
+        queue, engines = met(board)
         tokenizer, tokenizers = stages.words(config)
         students = [RemoteEngine(remote) for remote in engines.student]
         self.student = Router("student", students, limit=config.ray.queue, deadline=config.ray.request_deadline)
@@ -358,7 +319,7 @@ class LearnerHost(Host):
     def __init__(self, setting: Setting, rank: int, ranks: int) -> None:
         setting.enter()
         self.setting, self.rank, self.count = setting, rank, ranks
-        self.queue: SampleQueue = Remote.find(BOARD).ask("queue")
+        self.queue, _ = met(Remote.find(BOARD))
         self._ranks: Ranks = alone
         self._steps = 0
 

@@ -14,8 +14,6 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from understudy.config.schema import Pool
 from understudy.config.schema import Ray as Settings
 from understudy.errors import UserError
@@ -106,6 +104,8 @@ class Cluster:
         self.pools = pools
         options: dict[str, Any] = {}
         if settings.address is None:
+            import torch  # not for the small processes, which would spend their start on it
+
             gpus = torch.cuda.device_count()
             options = {"include_dashboard": False, "num_cpus": settings.cpus, "num_gpus": gpus}
             place(pools, left_for_pools([Node("this machine", settings.cpus, gpus)]))
