@@ -4,8 +4,10 @@
     python -m bench.rollout_path --only embedded    one of them
     python -m bench.rollout_path --profile          where the time of the embedded path goes
 
-All episodes of a run are in flight together, 8 of each prompt; a teacher scores each with its top 32. On Ray they run
-in one worker actor; writes to the queue may wait 10 ms for others. A run ends when its driver has taken every group.
+All episodes of a run are in flight together, 8 of each prompt; a teacher scores each with its top 32. Runs of 100 go
+three side by side, so that at least 256 are in flight as in a large one; one of them alone is shown too: it waits
+more than it works. On Ray they run in one worker actor; writes to the queue may wait 10 ms for others. A run ends
+when its driver has taken every group.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from understudy.teachers.client import ResidentTeacher, TeacherClient
 from understudy.teachers.pool import TeacherPool
 
 FEW, MANY, SAMPLES = 100, 10_000, 8
+BESIDE = {FEW: 3, MANY: 1}
+"""Runs side by side: 256 episodes are in flight at least."""
 PROMPT, ANSWER, TOP = 32, 32, 32
 """Tokens of a prompt and of an answer; most likely tokens that the teacher names."""
 WINDOW = 0.01
@@ -113,39 +117,44 @@ class Cost:
     """until its first group was taken"""
 
 
-async def measure(queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]], episodes: int) -> Cost:
-    """Open the groups, run them elsewhere or here, take them all."""
+async def measure(
+    queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]], episodes: int, beside: int = 1
+) -> Cost:
+    """Open the groups, run them elsewhere or here, take them all; so many runs at once."""
     groups = -(-episodes // SAMPLES)
-    prompts = [Prompt(uid, uid + 1, "bench", (Message("user", ""),)) for uid in range(groups)]
+    runs = [
+        [Prompt(uid, uid + 1, "bench", (Message("user", ""),)) for uid in range(run * groups, (run + 1) * groups)]
+        for run in range(beside)
+    ]
+    rows = groups * SAMPLES * beside
     started = time.perf_counter()
-    await asyncio.gather(*(queue.open(GroupKey("train", prompt.uid), SAMPLES) for prompt in prompts))
-    working = asyncio.ensure_future(work(prompts))
+    await asyncio.gather(*(queue.open(GroupKey("train", prompt.uid), SAMPLES) for run in runs for prompt in run))
+    working = asyncio.gather(*map(work, runs))
     refs = [await queue.take("train", NEEDS, 1)]
     first = time.perf_counter() - started
-    refs.append(await queue.take("train", NEEDS, groups - 1))
+    refs.append(await queue.take("train", NEEDS, groups * beside - 1))
     whole = time.perf_counter() - started
-    if await working != groups * SAMPLES or sum(map(len, refs)) != groups * SAMPLES:
-        raise SystemExit(f"of {groups * SAMPLES} episodes, {sum(map(len, refs))} were taken")
+    if sum(await working) != rows or sum(map(len, refs)) != rows:
+        raise SystemExit(f"of {rows} episodes, {sum(map(len, refs))} were taken")
     for ref in refs:
         await queue.clear(ref)
-    return Cost(whole / (groups * SAMPLES), first)
+    return Cost(whole / rows, first)
 
 
-async def rounds(queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]]) -> dict[int, Cost]:
-    """Medians for few and many episodes, in turns, after one run that is not counted."""
+async def rounds(queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]]) -> dict[tuple[int, int], Cost]:
+    """Medians by episodes of a run and runs side by side, in turns, after one run that is not counted."""
     await measure(queue, work, FEW)
-    seen: dict[int, list[Cost]] = {FEW: [], MANY: []}
+    seen: dict[tuple[int, int], list[Cost]] = {(FEW, 1): [], (FEW, BESIDE[FEW]): [], (MANY, 1): []}
     for at in range(max(ROUNDS.values())):
-        for episodes in seen:
+        for (episodes, beside), costs in seen.items():
             if at < ROUNDS[episodes]:
-                seen[episodes].append(await measure(queue, work, episodes))
+                costs.append(await measure(queue, work, episodes, beside))
     return {
-        episodes: Cost(median(c.whole for c in costs), median(c.first for c in costs))
-        for episodes, costs in seen.items()
+        which: Cost(median(c.whole for c in costs), median(c.first for c in costs)) for which, costs in seen.items()
     }
 
 
-def embedded() -> dict[int, Cost]:
+def embedded() -> dict[tuple[int, int], Cost]:
     collect_rarely()  # as every process of a run does
     queue = MemoryQueue()
     rollout = make_rollout(queue)
@@ -164,7 +173,7 @@ class Worker:
         return await run_prompts(self.rollout, prompts)
 
 
-def on_ray() -> dict[int, Cost]:
+def on_ray() -> dict[tuple[int, int], Cost]:
     import ray
 
     from understudy.queue.transfer_queue import start
@@ -180,12 +189,15 @@ def on_ray() -> dict[int, Cost]:
         ray.shutdown()
 
 
-def show(name: str, costs: dict[int, Cost]) -> None:
-    for episodes, cost in costs.items():
-        verdict = "" if cost.whole * 1e3 <= WANTED[name] else f", wanted {WANTED[name]}"
+def show(name: str, costs: dict[tuple[int, int], Cost]) -> None:
+    for (episodes, beside), cost in costs.items():
+        judged = beside == BESIDE[episodes]
+        verdict = f", wanted {WANTED[name]}" if judged and cost.whole * 1e3 > WANTED[name] else ""
         first = f"first group after {cost.first * 1e3:.1f} ms"
-        print(f"{name:8}  {episodes:6,} episodes  {cost.whole * 1e3:.3f} ms per trajectory{verdict}; {first}")
-    ratio = costs[MANY].whole / costs[FEW].whole
+        print(
+            f"{name:8}  {beside} × {episodes:6,} episodes  {cost.whole * 1e3:.3f} ms per trajectory{verdict}; {first}"
+        )
+    ratio = costs[MANY, 1].whole / costs[FEW, BESIDE[FEW]].whole
     print(f"{name:8}  {MANY:,} against {FEW}: {ratio:.2f}{'' if ratio <= EVEN else f', wanted {EVEN}'}")
 
 

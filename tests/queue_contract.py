@@ -85,6 +85,35 @@ class QueueContract:
         await queue.clear(ref)
 
     @on_loop
+    async def test_a_put_seals_its_episode(self) -> None:
+        queue = self.make()
+        await queue.open(group(0), 1)
+        await queue.put(key(0, index=1), make_row(), of=2)
+        assert await is_empty(queue, ["tokens"])
+        with pytest.raises(ValueError, match=r"trajectory 2.*sealed with 2 trajectories"):
+            await queue.put(key(0, index=2), make_row(), of=3)
+        with pytest.raises(ValueError, match=r"sealed with 3 trajectories, before that with 2"):
+            await queue.put(key(0), make_row(), of=3)
+        with pytest.raises(ValueError, match=r"trajectory 0.*sealed with 0 trajectories"):
+            await queue.put(key(0), make_row(), of=0)
+        await queue.put(key(0), make_row(mark=1), of=2)
+        ref = await queue.take("train", ["tokens"], 1)
+        assert ref.keys == (key(0), key(0, index=1))
+        assert [row.tolist() for row in (await queue.get(ref, ["tokens"])).columns["tokens"].rows()] == [
+            [1] * 4,
+            [0] * 4,
+        ]
+
+    @on_loop
+    async def test_a_put_that_does_not_fit_does_not_seal(self) -> None:
+        queue = self.make()
+        await queue.open(group(0), 1)
+        with pytest.raises(SchemaError, match="reward"):
+            await queue.put(key(0), make_row(reward=torch.zeros(3)), of=2)
+        await queue.put(key(0), make_row(), of=1)
+        assert len(await queue.take("train", ["tokens"], 1)) == 1
+
+    @on_loop
     async def test_trailing_dims_and_reference_to_some_rows(self) -> None:
         queue = self.make()
         await queue.open(group(0), 2)
@@ -443,7 +472,7 @@ class QueueContract:
         samples, calls = data.draw(plans())
         shares = data.draw(st.permutations([1] * (len(samples) % 2) + [2] * (len(samples) // 2)))
         pauses = data.draw(st.sets(st.integers(0, len(calls))))
-        sizes = {call.key.episode: call.count for call in calls if call.what == "seal"}
+        sizes = {call.key.episode: call.count for call in calls if call.count}
         queue = self.make()
         takers = [asyncio.create_task(queue.take("train", NEEDS, share)) for share in shares]
         for uid in samples:

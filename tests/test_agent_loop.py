@@ -53,6 +53,10 @@ def seed(prompt: Prompt, sample: int) -> int:
     return derive_seed("test", prompt.uid, sample)
 
 
+async def as_it_is(outcome: Episode | EpisodeFailure) -> Episode | EpisodeFailure:
+    return outcome
+
+
 def run(work: Callable[[], Awaitable[T]], *engines: TorchEngine, score_every: int = 1) -> T:
     async def main() -> T:
         async with asyncio.timeout(HANGS), InlineScheduler(engines, score_every):
@@ -68,7 +72,7 @@ def outcomes(
     manager = RolloutManager([worker(target.generate, loops) for _ in range(workers)])
 
     async def work() -> list[Episode | EpisodeFailure]:
-        return [outcome async for outcome in manager.stream("train", asked, samples, SAMPLING, seed)]
+        return [outcome async for outcome in manager.stream("train", asked, samples, SAMPLING, seed, as_it_is)]
 
     return run(work, target)
 
@@ -131,7 +135,7 @@ def test_a_loop_may_yield_several_trajectories_and_all_are_scored() -> None:
         for prompt in asked:
             await queue.open(GroupKey("train", prompt.uid), 2)
         scorer = EpisodeScorer(queue, (judge,))
-        async for outcome in manager.stream("train", asked, 2, SAMPLING, seed):
+        async for outcome in manager.stream("train", asked, 2, SAMPLING, seed, as_it_is):
             assert isinstance(outcome, Episode)
             assert len(outcome.trajectories) == 3
             await scorer(outcome, 1)
@@ -284,7 +288,7 @@ def test_prompts_need_not_divide_evenly_among_workers() -> None:
     manager = RolloutManager([worker(sender(number)) for number in range(3)])
 
     async def work() -> list[Episode | EpisodeFailure]:
-        return [outcome async for outcome in manager.stream("train", prompts(7), 2, SAMPLING, seed)]
+        return [outcome async for outcome in manager.stream("train", prompts(7), 2, SAMPLING, seed, as_it_is)]
 
     found = episodes(run(work, target))
     assert sorted(e.key for e in found) == [("train", uid, sample, 0) for uid in range(7) for sample in range(2)]
@@ -328,7 +332,7 @@ def test_episodes_arrive_while_others_are_still_written() -> None:
     written: list[tuple[int, int]] = []
 
     async def work() -> None:
-        async for outcome in manager.stream("train", of_lengths([40, 2, 20, 5]), 1, SAMPLING, seed):
+        async for outcome in manager.stream("train", of_lengths([40, 2, 20, 5]), 1, SAMPLING, seed, as_it_is):
             written.append((outcome.key.uid, target.counts.decode_ticks))
 
     run(work, target)
@@ -343,7 +347,7 @@ def test_leaving_the_stream_frees_the_engine() -> None:
     manager = RolloutManager([worker(target.generate, {"length": LengthByColumn()})])
 
     async def work() -> None:
-        stream = manager.stream("train", of_lengths([2, 500, 500, 500]), 1, SAMPLING, seed)
+        stream = manager.stream("train", of_lengths([2, 500, 500, 500]), 1, SAMPLING, seed, as_it_is)
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
@@ -370,7 +374,7 @@ def test_finished_episodes_are_scored_before_the_last_one_has_ended(score_every:
     async def work() -> list[tuple[str, int]]:
         events.clear()
         async with asyncio.TaskGroup() as scoring:
-            async for outcome in manager.stream("train", of_lengths([60, 2, 9, 15, 4]), 1, SAMPLING, seed):
+            async for outcome in manager.stream("train", of_lengths([60, 2, 9, 15, 4]), 1, SAMPLING, seed, as_it_is):
                 assert isinstance(outcome, Episode)
                 events.append(("ended", outcome.key.uid))
                 scoring.create_task(judge(outcome))

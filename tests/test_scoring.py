@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import tiny
 from understudy.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
 from understudy.engines.contract import Want
 from understudy.engines.torch_lm import TorchEngine
-from understudy.errors import UserError
+from understudy.errors import CannotJudge, UserError
 from understudy.models.tokenizers import SafeTokenizer
 from understudy.queue import BatchRef, MemoryQueue, QueueTimeout
+from understudy.queue.contract import SchemaError
 from understudy.runtime.inline import InlineScheduler
 from understudy.scoring import EpisodeScorer, Judge, scoring_tasks
 from understudy.teachers.client import ResidentTeacher, TeacherClient
@@ -66,6 +68,46 @@ async def opened(samples: int = 1) -> MemoryQueue:
 async def taken(queue: MemoryQueue, *needs: str) -> tuple[BatchRef, Batch]:
     ref = await queue.take("train", needs, 1, deadline=5)
     return ref, await queue.get(ref, (*PLAIN, *needs))
+
+
+def test_judges_are_asked_while_the_rows_are_being_stored() -> None:
+    asked, stored = asyncio.Event(), asyncio.Event()
+
+    class Slow(MemoryQueue):
+        async def put(self, *args: Any, **more: Any) -> None:
+            await asyncio.wait_for(asked.wait(), 5)
+            await super().put(*args, **more)
+            stored.set()
+
+        async def update(self, key: Key, columns: Mapping[str, Any]) -> bool:
+            assert stored.is_set()
+            return await super().update(key, columns)
+
+    async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+        asked.set()
+        return {"teacher_logp": torch.zeros(2)}
+
+    async def test() -> None:
+        queue = Slow()
+        await queue.open(GroupKey("train", 0), 1)
+        await EpisodeScorer(queue, (judge,))(make_episode("0011"), 0)
+        assert len((await taken(queue, "teacher_logp"))[0]) == 1
+
+    run(test())
+
+
+def test_a_row_that_does_not_fit_comes_out_whatever_the_judge_says() -> None:
+    async def cannot(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+        raise CannotJudge("no")
+
+    async def test() -> None:
+        queue = await opened()
+        episode = make_episode("0011")
+        bad = replace(episode, trajectories=(replace(episode.trajectories[0], extra={"media": torch.zeros(3)}),))
+        with pytest.raises(SchemaError, match="media"):
+            await EpisodeScorer(queue, (cannot,))(bad, 0)
+
+    run(test())
 
 
 def test_every_trajectory_of_an_episode_is_judged_by_a_real_teacher() -> None:

@@ -6,8 +6,8 @@ comes back tells how an episode went; its tensors are in the queue by then and g
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.data.trajectory import Episode, EpisodeKey, Prompt
 from understudy.engines.contract import Painting, Sampling, Want
-from understudy.scoring import EpisodeScorer, scoring_tasks
+from understudy.scoring import EpisodeScorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class EpisodeDone:
 
     @classmethod
     def of(cls, episode: Episode) -> EpisodeDone:
-        counts = [(len(t.behaviour_logp), t.metrics.get("mass_cut", 0.0)) for t in episode.trajectories]
+        counts = [(t.behaviour_logp.shape[0], t.metrics.get("mass_cut", 0.0)) for t in episode.trajectories]
         actions = sum(count for count, _ in counts)
         cut = sum(count * mass for count, mass in counts) / max(actions, 1)
         return cls(episode.key, dict(episode.timings), actions, cut)
@@ -84,40 +84,23 @@ class Rollout:
 
     async def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
         scorer = self.scorer(order.want, order.training)
-        done: asyncio.Queue[EpisodeDone | EpisodeFailure | None] = asyncio.Queue()
 
-        async def score(episode: Episode) -> None:
-            if order.training and (found := _versions(episode)) - {order.version}:
-                reason = f"{episode.prompt}: written with weights {sorted(found)}, the step is at {order.version}"
-                await scorer.queue.fail(episode.key.group, reason)
-                done.put_nowait(EpisodeFailure(episode.key, episode.prompt, reason, ""))
-                return
-            await scorer(episode, order.step)
-            done.put_nowait(EpisodeDone.of(episode))
+        async def finish(outcome: Episode | EpisodeFailure) -> EpisodeDone | EpisodeFailure:
+            if isinstance(outcome, Episode) and order.training and (found := _versions(outcome)) - {order.version}:
+                reason = f"{outcome.prompt}: written with weights {sorted(found)}, the step is at {order.version}"
+                outcome = EpisodeFailure(outcome.key, outcome.prompt, reason, "")
+            if isinstance(outcome, EpisodeFailure):
+                await scorer.queue.fail(outcome.key.group, outcome.reason)
+                return outcome
+            await scorer(outcome, order.step)
+            return EpisodeDone.of(outcome)
 
-        async def all_episodes() -> None:
-            episodes = self.manager.stream(
-                order.partition, prompts, order.samples, order.sampling, order.seed_of, order.attempt
-            )
-            try:
-                async with scoring_tasks() as tasks:
-                    async for outcome in episodes:
-                        if isinstance(outcome, Episode):
-                            tasks.create_task(score(outcome))
-                        else:
-                            await scorer.queue.fail(outcome.key.group, outcome.reason)
-                            done.put_nowait(outcome)
-            finally:
-                done.put_nowait(None)
-
-        work = asyncio.create_task(all_episodes())
-        try:
-            while (outcome := await done.get()) is not None:
+        outcomes = self.manager.stream(
+            order.partition, prompts, order.samples, order.sampling, order.seed_of, finish, order.attempt
+        )
+        async with aclosing(outcomes):
+            async for outcome in outcomes:
                 yield outcome
-            await work
-        finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
 
 
 def _versions(episode: Episode) -> set[int]:

@@ -6,9 +6,10 @@ Every trajectory is scored, each on its own, while other episodes are still bein
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ Judge = Callable[[Key, Prompt, Trajectory], Awaitable[dict[str, Tensor]]]
 """Columns that a teacher or a reference adds to one trajectory."""
 EpisodeJudge = Callable[[Episode], Awaitable[dict[str, Tensor]]]
 """Row-span columns that a reward adds to every trajectory of an episode."""
+Stored = asyncio.Task[None]
+"""The rows of an episode are being put: columns can be added when it is done."""
 
 
 @asynccontextmanager
@@ -45,31 +48,47 @@ class EpisodeScorer:
     async def __call__(self, episode: Episode, step: int) -> None:
         keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
         rows = list(zip(keys, episode.trajectories, strict=True))
-        for key, row in rows:
-            await self.queue.put(key, row.columns(), _tags(row, step))
-        await self.queue.seal(episode.key, len(keys))
-        work = [self._judge(judge, key, episode.prompt, row) for key, row in rows for judge in self.judges]
-        work += [self._judge_episode(judge, episode, keys) for judge in self.episode_judges]
+        stored = asyncio.create_task(self._store(rows, step))  # judges need not wait for the queue
+        work = [self._judge(judge, key, episode.prompt, row, stored) for key, row in rows for judge in self.judges]
+        work += [self._judge_episode(judge, episode, keys, stored) for judge in self.episode_judges]
         try:
-            if len(work) == 1:
-                await work[0]  # the usual case, without a task of its own
-                return
-        except CannotJudge as error:
-            await self.queue.fail(episode.key.group, str(error))
-            return
-        for outcome in await asyncio.gather(*work, return_exceptions=True):
+            outcomes = [await _outcome(work[0])] if len(work) == 1 else await _outcomes(work)
+            await stored
+        finally:
+            stored.cancel()
+        for outcome in outcomes:
             if isinstance(outcome, CannotJudge):
                 await self.queue.fail(episode.key.group, str(outcome))
             elif outcome is not None:
                 raise outcome
 
-    async def _judge(self, judge: Judge, key: Key, prompt: Prompt, trajectory: Trajectory) -> None:
-        await self.queue.update(key, await judge(key, prompt, trajectory))
+    async def _store(self, rows: list[tuple[Key, Trajectory]], step: int) -> None:
+        for key, row in rows:
+            await self.queue.put(key, row.columns(), _tags(row, step), of=len(rows))
 
-    async def _judge_episode(self, judge: EpisodeJudge, episode: Episode, keys: list[Key]) -> None:
+    async def _judge(self, judge: Judge, key: Key, prompt: Prompt, trajectory: Trajectory, stored: Stored) -> None:
+        columns = await judge(key, prompt, trajectory)
+        await stored
+        await self.queue.update(key, columns)
+
+    async def _judge_episode(self, judge: EpisodeJudge, episode: Episode, keys: list[Key], stored: Stored) -> None:
         columns = await judge(episode)
+        await stored
         for key in keys:
             await self.queue.update(key, columns)
+
+
+async def _outcome(work: Coroutine[Any, Any, None]) -> Exception | None:
+    """Of the usual single judge, without a task of its own."""
+    try:
+        await work
+    except Exception as error:
+        return error
+    return None
+
+
+async def _outcomes(work: Sequence[Coroutine[Any, Any, None]]) -> list[BaseException | None]:
+    return await asyncio.gather(*work, return_exceptions=True)
 
 
 def _tags(trajectory: Trajectory, step: int) -> dict[str, int | float | str]:
@@ -77,6 +96,6 @@ def _tags(trajectory: Trajectory, step: int) -> dict[str, int | float | str]:
     return {
         "step": step,
         "finish": trajectory.finish,
-        "tokens": len(trajectory.mask),
-        "actions": len(trajectory.behaviour_logp),
+        "tokens": trajectory.mask.shape[0],
+        "actions": trajectory.behaviour_logp.shape[0],
     }

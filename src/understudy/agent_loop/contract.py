@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -38,6 +38,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def __hash__(self) -> int: ...
+
 
 class PromptTooLong(UserError):
     """A prompt longer than data.max_prompt_tokens."""
@@ -45,12 +47,19 @@ class PromptTooLong(UserError):
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> Tensor:
     """Token ids of a prompt: its chat messages through the template, or its plain text."""
-    ids = tokenizer.encode(prompt.text) if prompt.text is not None else tokenizer.render(prompt.messages)
+    ids = _ids(tokenizer, prompt.text, prompt.messages)
     if len(ids) > limit:
         raise PromptTooLong(
             f"{prompt}: the prompt has {len(ids)} tokens, data.max_prompt_tokens allows {limit}: "
             "shorten it, or raise the limit (and engine.context, if need be)"
         )
+    return ids
+
+
+@lru_cache(maxsize=256)
+def _ids(tokenizer: Tokenizer, text: str | None, messages: tuple[Message, ...]) -> Tensor:
+    """Remembered: all samples of a prompt ask for the same."""
+    ids = tokenizer.encode(text) if text is not None else tokenizer.render(messages)
     return torch.tensor(ids, dtype=torch.int64)
 
 
@@ -116,11 +125,10 @@ class LoopContext:
 
     def trajectory(self, tokens: Tensor, generation: Generation) -> Trajectory:
         """A trajectory of one turn: given ids, then the student's."""
-        mask = torch.zeros(len(tokens) + len(generation.tokens), dtype=torch.bool)
-        mask[len(tokens) :] = True
+        both = torch.cat([tokens, generation.tokens])
         return Trajectory(
-            tokens=torch.cat([tokens, generation.tokens]),
-            mask=mask,
+            tokens=both,
+            mask=torch.arange(both.shape[0]) >= tokens.shape[0],
             behaviour_logp=generation.logp,
             version=generation.version,
             finish=generation.finish,
@@ -145,8 +153,8 @@ class LoopContext:
 
     def episode(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Episode:
         """The finished episode, with its timings."""
-        episode = Episode(self.key, prompt, tuple(trajectories))
-        return replace(episode, timings={**self.timings, "total": time.perf_counter() - self.started})
+        timings = {**self.timings, "total": time.perf_counter() - self.started}
+        return Episode(self.key, prompt, tuple(trajectories), timings=timings)
 
 
 @lru_cache(maxsize=16)

@@ -66,6 +66,6 @@ def _check(episode: Episode, name: str) -> None:
     if not episode.trajectories:
         raise ValueError(f"loop {name!r} returned an episode without trajectories")
     for number, trajectory in enumerate(episode.trajectories):
-        painted = len(trajectory.tokens) == 0 and "sigmas" in trajectory.extra
-        if not painted and (len(trajectory.tokens) == 0 or bool(trajectory.mask[0])):
+        painted = "sigmas" in trajectory.extra and len(trajectory.tokens) == 0
+        if trajectory.prompt_length == 0 and not painted:
             raise ValueError(f"trajectory {number}: the first token cannot be an action, nothing stands before it")

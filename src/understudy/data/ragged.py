@@ -42,11 +42,13 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor], *, dtype: torch.dtype, trailing: tuple[int, ...] = ()) -> Ragged:
         """Join tensors [length, *trailing]; dtype and trailing are given, so that no rows at all is legal."""
-        for i, row in enumerate(rows):
-            if tuple(row.shape[1:]) != trailing or row.ndim == 0:
-                raise ValueError(f"row {i} has shape {list(row.shape)}, expected [length, {list(trailing)}]")
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, *trailing, dtype=dtype)
+        shapes = [row.shape for row in rows]
+        for i, shape in enumerate(shapes):
+            if shape[1:] != trailing or len(shape) == 0:
+                raise ValueError(f"row {i} has shape {list(shape)}, expected [length, {list(trailing)}]")
+        lengths = torch.tensor([shape[0] for shape in shapes], dtype=torch.int64)
+        same = [row if row.dtype == dtype else row.to(dtype) for row in rows]
+        values = torch.cat(same) if rows else torch.empty(0, *trailing, dtype=dtype)
         return cls(values, offsets_of(lengths))
 
     @classmethod
@@ -77,10 +79,13 @@ class Ragged:
 
     def row(self, i: int) -> Tensor:
         """A view of row i; negative i counts from the end."""
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"there is no row {i}: the batch has {len(self)} rows")
+        self._check(i)
         i %= len(self)
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+    def _check(self, i: int) -> None:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"there is no row {i}: the batch has {len(self)} rows")
 
     def rows(self) -> list[Tensor]:
         """A view of every row."""
@@ -88,7 +93,13 @@ class Ragged:
 
     def select(self, indices: Sequence[int]) -> Ragged:
         """These rows, in this order."""
-        return Ragged.from_rows([self.row(i) for i in indices], dtype=self.values.dtype, trailing=self.trailing)
+        for i in indices:
+            self._check(i)
+        chosen = torch.tensor(indices, dtype=torch.int64) % max(len(self), 1)
+        lengths = self.lengths[chosen]
+        offsets = offsets_of(lengths)
+        shift = torch.repeat_interleave(self.offsets[chosen] - offsets[:-1], lengths)
+        return Ragged(self.values[torch.arange(len(shift)) + shift], offsets)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Ragged:
         """Apply a function that keeps the leading dimension to the flat values."""

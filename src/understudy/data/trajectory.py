@@ -140,7 +140,7 @@ class Trajectory:
     def columns(self) -> dict[str, Any]:
         """The row that the queue stores."""
         row = {"mask": self.mask, "behaviour_logp": self.behaviour_logp, "version": self.version, **self.extra}
-        if len(self.tokens):
+        if self.tokens.shape[0]:
             row["tokens"] = self.tokens
         if self.reward is not None:
             row["reward"] = torch.tensor(self.reward, dtype=torch.float32)

@@ -42,6 +42,8 @@ class Request(NamedTuple):
     """samples, count or reason; what `describe` says about columns; books and descriptions of a snapshot"""
     tags: Mapping[Key, Tags] = {}  # never changed
     """of the rows that it puts"""
+    of: int | None = None
+    """trajectories of the episode that a put seals"""
 
 
 class Answer(NamedTuple):
@@ -196,7 +198,7 @@ class Clerk:
     def _begin_put(self, number: int, request: Request) -> Answer:
         if request.at in self._held:
             return Answer(busy=request.at)
-        if self._ledger.admit_row(request.at, request.value) is None:
+        if self._ledger.admit_row(request.at, request.value, request.of) is None:
             return self._enter(request)
         place = self._hold(number, request, {request.at: None})
         return Answer(write=(), place=place) if place else _WRITE
@@ -224,11 +226,11 @@ class Clerk:
         return Answer(write=(), place=self._hold(number, request, dict.fromkeys(described)))
 
     def _enter(self, request: Request, place: int = 0) -> Answer:
-        what, at, value, tags = request
+        what, at, value, tags, of = request
         try:
             match what:
                 case "put":
-                    if self._ledger.put(at, value, tags.get(at)):
+                    if self._ledger.put(at, value, tags.get(at), of):
                         self._placed(at, value.columns, place)
                 case "update":
                     if place:

@@ -1,9 +1,9 @@
 """The sample queue between rollout and learner, as every back end serves it.
 
     open(group, samples)        a group announces how many episodes it will have
-    put(key, columns, tags)     one trajectory; the columns are checked against the declared schema
+    put(key, columns, tags, of) one trajectory; the columns are checked against the declared schema
     update(key, columns)        add columns to it, e.g. what a teacher said
-    seal(episode, count)        the episode is finished and has `count` trajectories
+    seal(episode, count)        the episode is finished and has `count` trajectories; `of` of a put says the same
     fail(group, reason)         the group will never be complete; its rows are dropped and the failure is reported
     take(needs, groups, …)      wait until that many groups are complete or failed; returns a reference
     get(ref, columns)           resolve a reference where the data is used
@@ -98,11 +98,12 @@ class SampleQueue(Protocol):
         again (validation runs the same prompts each time), provided that nothing of its earlier run is still under
         way."""
 
-    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None) -> None:
+    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None, of: int | None = None) -> None:
         """Store a trajectory, before or after its episode is sealed: tensors, and values that JSON can hold in columns
-        declared without a dtype. A later attempt of the same episode (the first `put` or `seal` of it) supersedes the
-        earlier one, whose rows are dropped. SchemaError if it does not fit, ValueError if it was put before or the
-        episode or group has no such trajectory; nothing is stored then."""
+        declared without a dtype. `of` seals the episode with so many trajectories, in the same call. A later attempt
+        of the same episode (the first `put` or `seal` of it) supersedes the earlier one, whose rows are dropped.
+        SchemaError if it does not fit, ValueError if it was put before or the episode or group has no such trajectory;
+        nothing is stored or sealed then."""
 
     async def update(self, key: Key, columns: Mapping[str, Any]) -> bool:
         """Add columns, also to a row that was taken and not yet cleared. Idempotent by key: columns already there are

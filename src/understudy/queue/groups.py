@@ -45,16 +45,22 @@ class Group:
     samples: int
     episodes: dict[int, Episode] = field(default_factory=dict)
     failure: str | None = None
-    common: frozenset[str] | None = None
-    """columns that every row has; None as long as trajectories or seals are missing"""
+    whole: bool = False
+    """no trajectory and no seal is missing"""
+    common: set[str] | None = None
+    """columns that every row of a whole group has; None: to be found out when somebody asks"""
 
     def refresh(self) -> None:
-        whole = len(self.episodes) == self.samples and all(e.count == len(e.rows) for e in self.episodes.values())
-        rows = [row.columns for episode in self.episodes.values() for row in episode.rows.values()] if whole else []
-        self.common = frozenset.intersection(*map(frozenset, rows)) if whole else None
+        self.whole = len(self.episodes) == self.samples and all(e.count == len(e.rows) for e in self.episodes.values())
+        self.common = None
 
     def resolved(self, needs: Iterable[str]) -> bool:
-        return self.failure is not None or (self.common is not None and self.common.issuperset(needs))
+        if self.failure is not None or not self.whole:
+            return self.failure is not None
+        if self.common is None:
+            rows = [row.columns for episode in self.episodes.values() for row in episode.rows.values()]
+            self.common = set(rows[0]).intersection(*rows[1:])
+        return self.common.issuperset(needs)
 
     def rows(self, group: GroupKey) -> dict[Key, Row]:
         """In key order."""
@@ -105,6 +111,7 @@ class Uids:
         self.ranges[first:last] = [[start, end]]
 
 
-def name_of(key: GroupKey | EpisodeKey) -> str:
+def name_of(key: GroupKey | EpisodeKey | Key) -> str:
+    """Of the group or the episode; of a trajectory, its episode's."""
     group = f"{key.partition}/prompt {key.uid}"
     return group if isinstance(key, GroupKey) else f"{group}/sample {key.sample}/attempt {key.attempt}"

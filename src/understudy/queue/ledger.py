@@ -60,9 +60,9 @@ class Ledger:
             raise ValueError(f"{name_of(group)} was taken and not cleared: clear it before opening it again")
         self._groups[group] = Group(samples)
 
-    def admit_row(self, key: Key, described: Described) -> Row | None:
-        """The row as it would be put; None if it is late, an error if it does not fit. Nothing changes."""
-        group = self._current(key.episode)
+    def admit_row(self, key: Key, described: Described, of: int | None = None) -> Row | None:
+        """The row as it would be put; None if it is late, an error if it or the seal does not fit. Nothing changes."""
+        group = self._current(key)
         if group is None:
             return None
         episode = group.episodes.get(key.sample)
@@ -73,18 +73,25 @@ class Ledger:
                 raise ValueError(f"{key}: its episode was sealed with {episode.count} trajectories, counted from 0")
         if key.index < 0:
             raise ValueError(f"{key}: trajectories are counted from 0")
+        if of is not None:
+            if key.index >= of:
+                raise ValueError(f"{key}: its episode is sealed with {of} trajectories, counted from 0")
+            _check_seal(group, key, of)
         return Row.checked(key, described, None)
 
-    def put(self, key: Key, described: Described, tags: Tags | None = None) -> bool:
-        """Enter a row; False if it is late."""
-        row = self.admit_row(key, described)
+    def put(self, key: Key, described: Described, tags: Tags | None = None, of: int | None = None) -> bool:
+        """Enter a row, and the seal that comes with it; False if it is late."""
+        row = self.admit_row(key, described, of)
         if row is None:
             self.counts["late_rows"] += 1
             return False
         row.tags = dict(tags or {})
-        group = self._groups[key.group]
-        self._attempt(group, key.episode).rows[key.index] = row
-        self._changed(key.group, group)
+        at = key.group
+        episode = self._attempt(self._groups[at], key)
+        episode.rows[key.index] = row
+        if of is not None:
+            episode.count = of
+        self._changed(at, self._groups[at])
         return True
 
     def admit_columns(self, key: Key, described: Described) -> list[str] | None:
@@ -94,19 +101,20 @@ class Ledger:
         if row is None:
             return None
         check_update(key, described, row.lengths)
-        return [name for name in described.columns if name not in row.columns]
+        return _lacking(row, described)
 
     def update(self, key: Key, described: Described) -> bool:
         """Enter columns of a row; False if the row is gone or has some of them."""
-        new = self.admit_columns(key, described)
         row = self._row(key)
-        if new is None or row is None:
+        if row is None:
             self.counts["late_updates"] += 1
             return False
         row.lengths = check_update(key, described, row.lengths)
+        new = _lacking(row, described)
         row.columns.update({name: described.columns[name].trailing for name in new})
-        if key.group in self._groups:
-            self._changed(key.group, self._groups[key.group])
+        at = key.group
+        if (group := self._groups.get(at)) is not None:
+            self._changed(at, group)
         repeated = len(new) < len(described.columns)
         self.counts["repeated_updates"] += repeated
         return not repeated
@@ -116,18 +124,7 @@ class Ledger:
         if group is None:
             self.counts["late_seals"] += 1
             return
-        if count < 1:
-            raise ValueError(f"{name_of(episode)}: sealed with {count} trajectories, an episode has at least 1")
-        known = group.episodes.get(episode.sample)
-        if known is not None and known.attempt == episode.attempt:
-            if known.count not in (None, count):
-                raise ValueError(
-                    f"{name_of(episode)}: sealed with {count} trajectories, before that with {known.count}"
-                )
-            if beyond := [index for index in sorted(known.rows) if index >= count]:
-                raise ValueError(
-                    f"{name_of(episode)}: sealed with {count} trajectories, but it has trajectory {beyond[0]}"
-                )
+        _check_seal(group, episode, count)
         self._attempt(group, episode).count = count
         self._changed(episode.group, group)
 
@@ -289,7 +286,7 @@ class Ledger:
             return None
         raise KeyError(f"{name_of(group)} was never opened: call open(group, samples) before anything else")
 
-    def _current(self, key: EpisodeKey) -> Group | None:
+    def _current(self, key: EpisodeKey | Key) -> Group | None:
         """The live group of an episode; None if the group is over or a later attempt of the episode is there."""
         group = self._live(key.group)
         if group is None:
@@ -299,7 +296,7 @@ class Ledger:
         episode = group.episodes.get(key.sample)
         return None if episode is not None and key.attempt < episode.attempt else group
 
-    def _attempt(self, group: Group, key: EpisodeKey) -> Episode:
+    def _attempt(self, group: Group, key: EpisodeKey | Key) -> Episode:
         """The episode at this attempt; an earlier attempt makes room for it."""
         episode = group.episodes.get(key.sample)
         if episode is None or episode.attempt < key.attempt:
@@ -311,9 +308,10 @@ class Ledger:
 
     def _row(self, key: Key) -> Row | None:
         """The row, taken or not; None if it is gone for a known reason, KeyError if it was never put."""
-        if key.group in self._taken:
-            return self._taken[key.group].get(key)
-        group = self._current(key.episode)
+        taken = self._taken.get(key.group)
+        if taken is not None:
+            return taken.get(key)
+        group = self._current(key)
         if group is None:
             return None
         episode = group.episodes.get(key.sample)
@@ -325,7 +323,7 @@ class Ledger:
         """Bring a group's state up to date and wake the takers if it may be ready for one of them."""
         group.refresh()
         whole = self._whole.setdefault(key.partition, set())
-        if group.resolved(()):
+        if group.whole or group.failure is not None:
             whole.add(key)
             self._wake()
         else:
@@ -355,6 +353,23 @@ class Ledger:
         ready = len(pending) - len(open_)
         head = f"take from {partition}: {ready} of {groups} groups were ready after {deadline} s; missing:"
         return "\n  ".join([head, *lines])
+
+
+def _lacking(row: Row, described: Described) -> list[str]:
+    return [name for name in described.columns if name not in row.columns]
+
+
+def _check_seal(group: Group, episode: EpisodeKey | Key, count: int) -> None:
+    """An error if the seal contradicts an earlier one or a trajectory that is there."""
+    if count < 1:
+        raise ValueError(f"{name_of(episode)}: sealed with {count} trajectories, an episode has at least 1")
+    known = group.episodes.get(episode.sample)
+    if known is None or known.attempt != episode.attempt:
+        return
+    if known.count not in (None, count):
+        raise ValueError(f"{name_of(episode)}: sealed with {count} trajectories, before that with {known.count}")
+    if beyond := [index for index in sorted(known.rows) if index >= count]:
+        raise ValueError(f"{name_of(episode)}: sealed with {count} trajectories, but it has trajectory {beyond[0]}")
 
 
 def saved_rows(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -34,8 +34,8 @@ class MemoryQueue:
     async def open(self, group: GroupKey, samples: int) -> None:
         self._ledger.open(group, samples)
 
-    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None) -> None:
-        if self._ledger.put(key, describe(columns), tags):
+    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None, of: int | None = None) -> None:
+        if self._ledger.put(key, describe(columns), tags, of):
             self._data[key] = {name: _kept(value) for name, value in columns.items()}
         self._forget()
 
@@ -97,4 +97,6 @@ class MemoryQueue:
 
 
 def _kept(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else json.loads(json.dumps(value))
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    return json.loads(json.dumps(value))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ def describe(columns: Mapping[str, Any]) -> Described:
         forms,
         _missing(columns),
         None if mask is None else int(mask.count_nonzero()),
-        None if version is None or version.numel() == 0 else int(version.min()),
+        None if version is None else min(version.tolist(), default=None),
     )
 
 
@@ -145,8 +146,14 @@ def _describe_column(name: str, value: Any) -> ColumnForm:
         return ColumnForm("row", 1, (), _json_problem(value))
     if not isinstance(value, Tensor):
         return ColumnForm("row", 0, (), f"is a {type(value).__name__}, expected a {column.dtype} tensor")
-    shape = tuple(value.shape)
-    if (problem := _problem(column, value.dtype, shape)) is not None:
+    return _form(name, value.dtype, value.shape)
+
+
+@lru_cache(maxsize=4096)
+def _form(name: str, dtype: torch.dtype, size: torch.Size) -> ColumnForm:
+    """Of a tensor; rows of a run come in few sizes, and a name is declared once."""
+    column, shape = COLUMNS[name], tuple(size)
+    if (problem := _problem(column, dtype, shape)) is not None:
         return ColumnForm("row", 0, (), problem)
     return (
         ColumnForm("row", 1, shape, None)

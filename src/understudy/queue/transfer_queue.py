@@ -92,8 +92,8 @@ class TransferSampleQueue:
     async def open(self, group: GroupKey, samples: int) -> None:
         await self._send(Request("open", group, samples))
 
-    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None) -> None:
-        await self._send(Request("put", key, None, {key: dict(tags or {})}), {key: columns})
+    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None, of: int | None = None) -> None:
+        await self._send(Request("put", key, None, {key: dict(tags or {})}, of), {key: columns})
 
     async def update(self, key: Key, columns: Mapping[str, Any]) -> bool:
         return bool(await self._send(Request("update", key, None), {key: columns}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -165,4 +166,10 @@ def _columns(scores: Scores, index: int) -> dict[str, Tensor]:
     if scores.mass_outside is not None:
         actions = max(len(scores.mass_outside), 1)
         columns["teacher_mass_outside"] = scores.mass_outside.sum() / actions
-    return {**columns, "teacher_index": torch.tensor(index, dtype=torch.int32)}
+    columns["teacher_index"] = _numbered(index)
+    return columns
+
+
+@lru_cache
+def _numbered(index: int) -> Tensor:
+    return torch.tensor(index, dtype=torch.int32)

@@ -31,6 +31,8 @@ class TeacherPool:
         """Answered by one replica; a failing one's requests go to the others."""
 
         async def ask(replica: Scorer) -> Scores:
+            if request.deadline is None:
+                return await replica.score(request)
             return await asyncio.wait_for(replica.score(request), request.deadline)
 
         return await self.router.call(request.key.group, ask)
