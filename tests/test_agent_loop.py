@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 import tiny
-from understudy.agent_loop.contract import LOOPS, AgentLoop, LoopContext, PromptTooLong, derive_seed, register
+from understudy.agent_loop.contract import (
+    LOOPS,
+    AgentLoop,
+    LoopContext,
+    PromptTooLong,
+    derive_seed,
+    register,
+    render_prompt,
+)
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.single_turn import SingleTurn
 from understudy.agent_loop.worker import AgentLoopWorker, EpisodeFailure
@@ -55,6 +63,14 @@ def seed(prompt: Prompt, sample: int) -> int:
 
 async def as_it_is(outcome: Episode | EpisodeFailure) -> Episode | EpisodeFailure:
     return outcome
+
+
+def test_a_loop_may_change_the_ids_of_its_prompt() -> None:
+    tokenizer, prompt = SafeTokenizer(tiny.tokenizer()), prompts(1)[0]
+    first = render_prompt(tokenizer, prompt, 100)
+    before = first.tolist()
+    first.zero_()
+    assert render_prompt(tokenizer, prompt, 100).tolist() == before
 
 
 def run(work: Callable[[], Awaitable[T]], *engines: TorchEngine, score_every: int = 1) -> T:

@@ -53,7 +53,7 @@ def render_prompt(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> Tensor:
             f"{prompt}: the prompt has {len(ids)} tokens, data.max_prompt_tokens allows {limit}: "
             "shorten it, or raise the limit (and engine.context, if need be)"
         )
-    return ids
+    return ids.clone()  # a loop may change its own
 
 
 @lru_cache(maxsize=256)
