@@ -146,7 +146,7 @@ def test_two_teachers_routed_by_a_column_and_a_reward_that_hangs(tmp_path: Path)
         steps=2,
         teachers={"other": {"path": str(tmp_path / "second"), "dtype": "float32"}},
         data={"train": str(prompts), "validation": None, "teacher_column": "judge"},
-        pools={"learner": {"replicas": 2}},
+        pools={},
         plugins=[str(plugin)],
         rewards={"length": {"function": "ray_hangs_for_one", "timeout": 0.5}},
         algorithm={"task_weight": 0.5},

@@ -24,7 +24,7 @@ from understudy.checkpoint import CheckpointStore, load
 from understudy.cli import main
 
 STEPS = 40
-KILLS = 6
+KILLS = 4
 PATIENCE = 60.0
 """Seconds after which a process that shows no progress is given up."""
 LONG: dict[str, Any] = {
