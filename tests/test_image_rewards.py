@@ -275,7 +275,6 @@ def test_a_missing_ocr_model_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ocr_reads_a_picture() -> None:
-    pytest.importorskip("rapidocr")
     from PIL import ImageDraw, ImageFont
 
     sign = Image.new("RGB", (256, 96), "white")
