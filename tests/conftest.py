@@ -16,10 +16,14 @@ import torch
 pytest.register_assert_rewrite("queue_contract", "queue_objects", "queue_plans")
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("understudy", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("understudy", deadline=None, max_examples=20)
 hypothesis.settings.load_profile("understudy")
 
 
+LONG = ("test_ray_faults", "test_certify", "test_resume", "test_paint_run")
+"""Files that go first, so that nothing waits for them at the end. Of those that start clusters, which would be in each
+other's way, it is the longest alone."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file that kills clusters takes longest: it goes first, so that nothing waits for it at the end."""
-    items.sort(key=lambda item: item.path.stem != "test_ray_faults")
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

@@ -26,7 +26,7 @@ from understudy.queue.contract import (
 Args = ParamSpec("Args")
 LIMIT = 120.0
 """Seconds after which a test that hangs is given up; some start a process, which takes long on a busy machine."""
-PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+PROPERTY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 """Several back ends run the same property."""
 
 
