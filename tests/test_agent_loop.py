@@ -239,6 +239,7 @@ class Returns:
     [
         (lambda t: [], "without trajectories"),
         (lambda t: [t, replace(t, mask=torch.ones_like(t.mask))], "trajectory 1: the first token cannot be an action"),
+        (lambda t: [replace(t, tokens=t.tokens[:0])], "trajectory 0: the first token cannot be an action"),
         (lambda t: [replace(t, tokens=t.tokens[:0], mask=t.mask[:0])], "trajectory 0"),
         (lambda t: None, "'bad' raised"),
     ],

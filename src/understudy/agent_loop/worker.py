@@ -66,6 +66,6 @@ def _check(episode: Episode, name: str) -> None:
     if not episode.trajectories:
         raise ValueError(f"loop {name!r} returned an episode without trajectories")
     for number, trajectory in enumerate(episode.trajectories):
-        painted = "sigmas" in trajectory.extra and len(trajectory.tokens) == 0
-        if trajectory.prompt_length == 0 and not painted:
+        empty = trajectory.tokens.shape[0] == 0
+        if not (empty and "sigmas" in trajectory.extra) and (empty or trajectory.prompt_length == 0):
             raise ValueError(f"trajectory {number}: the first token cannot be an action, nothing stands before it")

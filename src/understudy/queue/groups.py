@@ -55,8 +55,10 @@ class Group:
         self.common = None
 
     def resolved(self, needs: Iterable[str]) -> bool:
-        if self.failure is not None or not self.whole:
-            return self.failure is not None
+        if self.failure is not None:
+            return True
+        if not self.whole:
+            return False
         if self.common is None:
             rows = [row.columns for episode in self.episodes.values() for row in episode.rows.values()]
             self.common = set(rows[0]).intersection(*rows[1:])
