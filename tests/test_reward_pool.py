@@ -16,7 +16,7 @@ import pytest
 
 from understudy.errors import UserError
 from understudy.rewards.contract import Answer, RewardSpec
-from understudy.rewards.pool import RewardPool
+from understudy.rewards.pool import AHEAD, RewardPool
 
 PLUGIN = """
 import ctypes, os, random, sys, time
@@ -191,6 +191,22 @@ def test_answers_behind_many_that_end_their_process(plugin: str) -> None:
         assert [judgement.reward for judgement in judgements] == [0, *[None] * 5, *range(1, 10)]
         assert all("the worker died while it ran" in str(judgement.failure) for judgement in judgements[1:6])
         assert pool.counts["died"] == pool.counts["restarted"] == 5
+
+    with_pool(RewardPool({"own": act()}, [plugin]), use)
+
+
+def test_an_end_that_is_noticed_by_writing(plugin: str) -> None:
+    """What the process had said before counts: its answer had begun and is not tried again."""
+
+    async def use(pool: RewardPool) -> None:
+        ends = asyncio.create_task(pool.score(answer("exit 3")))
+        while pool._idle.qsize() == AHEAD:
+            await asyncio.sleep(0)
+        os.waitid(os.P_PID, pool.pids[0], os.WEXITED | os.WNOWAIT)
+        judged = await pool.score(answer("value 1"))
+        assert "the worker died while it ran (exit status 3)" in str((await ends).failure)
+        assert judged.reward == 1
+        assert pool.counts["died"] == pool.counts["restarted"] == 1
 
     with_pool(RewardPool({"own": act()}, [plugin]), use)
 
@@ -376,7 +392,7 @@ def test_workers_die_with_their_parent(plugin: str, tmp_path: Path) -> None:
     script = f"""
 import asyncio
 from understudy.rewards.contract import Answer, RewardSpec
-from understudy.rewards.pool import RewardPool
+from understudy.rewards.pool import AHEAD, RewardPool
 
 async def main():
     async with RewardPool({{"own": RewardSpec("act", timeout=600)}}, [{plugin!r}], processes=2) as pool:

@@ -35,11 +35,13 @@ class _Link(asyncio.Protocol):
     """The pool's end of the socket.
 
     The loop handles what has arrived before it handles timers that are due. So a reply that came in time counts even
-    if the loop was busy elsewhere until after the timeout.
+    if the loop was busy elsewhere until after the timeout. What a process had said before it ended counts as well, if
+    its end is noticed by writing to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ours: socket.socket) -> None:
         self.lost = False
+        self._ours = ours
         self._frames = wire.Frames()
         self._inbox: deque[wire.Report] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -50,6 +52,10 @@ class _Link(asyncio.Protocol):
             self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """The loop stops reading when a write fails, whatever there was to read; it closes the socket after this."""
+        with suppress(OSError):
+            while data := self._ours.recv(65536):
+                self.data_received(data)
         self.lost = True
         self._wake()
 
@@ -104,7 +110,7 @@ class WorkerProcess:
             ours.close()
             raise
         try:
-            transport, link = await asyncio.get_running_loop().create_unix_connection(_Link, sock=ours)
+            transport, link = await asyncio.get_running_loop().create_unix_connection(lambda: _Link(ours), sock=ours)
         except BaseException:
             ours.close()
             process.kill()
