@@ -6,8 +6,8 @@
 
 All episodes of a run are in flight together, 8 of each prompt; a teacher scores each with its top 32. Runs of 100 go
 three side by side, so that at least 256 are in flight as in a large one; one of them alone is shown too: it waits
-more than it works. On Ray they run in one worker actor; writes to the queue may wait 10 ms for others. A run ends
-when its driver has taken every group.
+more than it works. On Ray they run in one worker actor, and replicas are given out at the desks of the board, which is
+another; writes to the queue may wait 10 ms for others. A run ends when its driver has taken every group.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.single_turn import SingleTurn
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
+from understudy.desks import SharedDesks
 from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
 from understudy.queue import MemoryQueue
 from understudy.queue.contract import SampleQueue
@@ -83,10 +84,10 @@ class Ids:
         return ""
 
 
-def make_rollout(queue: SampleQueue) -> Rollout:
-    """The parts of a run, with two student replicas and one teacher of two replicas."""
-    students = Router("student", [AtOnce(), AtOnce()])
-    pool = TeacherPool("teacher", [AtOnce(), AtOnce()])
+def make_rollout(queue: SampleQueue, shared: SharedDesks | None = None) -> Rollout:
+    """The parts of a run, with two student replicas and one teacher of two replicas. Desks are its own or shared."""
+    students = Router("student", [AtOnce(), AtOnce()], shared and shared["student"])
+    pool = TeacherPool("teacher", [AtOnce(), AtOnce()], shared and shared["teacher"])
     client = TeacherClient({"teacher": ResidentTeacher(pool, 0, Ids())}, None)
 
     def send(request: GenerateRequest) -> Awaitable[Generation]:
@@ -165,9 +166,12 @@ class Worker:
     """A process that runs episodes, as an agent-loop worker does."""
 
     def __init__(self, queue: SampleQueue) -> None:
+        from understudy.board import BOARD, desks
+        from understudy.runtime.ray import Remote
+
         torch.set_num_threads(1)
         collect_rarely()
-        self.rollout = make_rollout(queue)
+        self.rollout = make_rollout(queue, desks(Remote.find(BOARD), "worker"))
 
     async def run(self, prompts: list[Prompt]) -> int:
         return await run_prompts(self.rollout, prompts)
@@ -176,14 +180,20 @@ class Worker:
 def on_ray() -> dict[tuple[int, int], Cost]:
     import ray
 
+    from understudy.board import BOARD, Board
     from understudy.queue.transfer_queue import start
+    from understudy.runtime.ray import OPEN_CALLS
 
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     queue = start(window=WINDOW)
     actor: Any = ray.remote(Worker)
     try:
+        board = ray.remote(Board).options(name=BOARD, num_cpus=0, max_concurrency=OPEN_CALLS)
+        desks = board.remote({"student": 2, "teacher": 2}, MANY)
         worker = actor.options(num_cpus=0).remote(queue)
-        return asyncio.run(rounds(queue, worker.run.remote))
+        found = asyncio.run(rounds(queue, worker.run.remote))
+        print(f"ray       left at the desks: {ray.get(desks.in_flight.remote())}")
+        return found
     finally:
         queue.close()
         ray.shutdown()

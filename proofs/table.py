@@ -27,6 +27,7 @@ PAINTING = (
 """Parts that a run over text does not load."""
 CLUSTER = (
     "board.py",
+    "desks.py",
     "distributed.py",
     "hosts.py",
     "queue/transfer",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from understudy import routing
-from understudy.routing import AllReplicasFailed, Router
+from understudy.routing import AllReplicasFailed, LocalDesk, Router
 from understudy.runtime.contract import ReplicaGone
 
 
@@ -40,6 +40,11 @@ def replicas(count: int, failing: Sequence[int] = ()) -> list[Replica]:
     return [Replica(str(i), i in failing) for i in range(count)]
 
 
+def loads(router: Router[Replica]) -> list[int]:
+    assert isinstance(router.desk, LocalDesk)
+    return router.desk.in_flight
+
+
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
@@ -50,16 +55,16 @@ def test_a_call_goes_to_the_replica_with_the_fewest_in_flight() -> None:
         router = Router("main", replicas(3))
         tasks = [asyncio.create_task(router.call(key, Replica.held)) for key in range(5)]
         await settle()
-        assert router.in_flight == [2, 2, 1]
+        assert loads(router) == [2, 2, 1]
         router.replicas[1].gate.set()
         await settle()
-        assert router.in_flight == [2, 0, 1]
+        assert loads(router) == [2, 0, 1]
         tasks.append(asyncio.create_task(router.call("next", Replica.held)))
         assert await tasks[-1] == "1"
         for replica in router.replicas:
             replica.gate.set()
         await asyncio.gather(*tasks)
-        assert router.in_flight == [0, 0, 0]
+        assert loads(router) == [0, 0, 0]
         assert router.retries == 0
 
     asyncio.run(main())
@@ -72,7 +77,7 @@ def test_a_key_stays_with_its_replica_while_it_runs_and_later() -> None:
         router = Router("main", replicas(3))
         tasks = [asyncio.create_task(router.call(key, Replica.held)) for key in ("a", "a", "b", "a")]
         await settle()
-        assert router.in_flight == [3, 1, 0]
+        assert loads(router) == [3, 1, 0]
         for replica in router.replicas:
             replica.gate.set()
         assert await asyncio.gather(*tasks) == ["0", "0", "1", "0"]
@@ -90,7 +95,7 @@ def test_a_failed_call_is_made_again_elsewhere_and_the_key_moves() -> None:
         assert await router.call("a", Replica.answer) == "1"
         assert router.retries == 1
         assert [replica.asked for replica in router.replicas] == [1, 2, 0]
-        assert router.in_flight == [0, 0, 0]
+        assert loads(router) == [0, 0, 0]
 
     asyncio.run(main())
 
@@ -101,7 +106,7 @@ def test_the_next_to_be_asked_is_the_least_busy_of_the_others() -> None:
         router.replicas[0].fails = True
         busy = [asyncio.create_task(router.call(key, Replica.held)) for key in ("x", "y", "z", "w", "v")]
         await settle()
-        assert router.in_flight == [2, 2, 1]
+        assert loads(router) == [2, 2, 1]
         assert await router.call("x", Replica.answer) == "2"
         for replica in router.replicas:
             replica.gate.set()
@@ -121,7 +126,7 @@ def test_when_all_fail_the_error_has_each_reason_once() -> None:
         assert "replica 1: ConnectionError: 1 is gone" in message
         assert [replica.asked for replica in router.replicas] == [1, 1]
         assert router.retries == 1
-        assert router.in_flight == [0, 0]
+        assert loads(router) == [0, 0]
         router.replicas[0].fails = router.replicas[1].fails = False
         assert await router.call("a", Replica.answer) == "0"
 
@@ -136,7 +141,7 @@ def test_a_cancelled_call_is_not_made_again_and_is_no_longer_in_flight() -> None
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert router.in_flight == [0, 0]
+        assert loads(router) == [0, 0]
         assert [replica.asked for replica in router.replicas] == [1, 0]
         assert router.retries == 0
 
@@ -148,12 +153,12 @@ def test_only_so_many_keys_are_remembered_and_the_latest_are(monkeypatch: pytest
 
     async def main() -> None:
         router = Router("main", replicas(2))
-        router.in_flight[0] = 1  # so that new keys go to replica 1
+        loads(router)[0] = 1  # so that new keys go to replica 1
         for key in range(4):
             assert await router.call(key, Replica.answer) == "1"
         assert await router.call(0, Replica.answer) == "1"  # used again: key 1 is the oldest now
         await router.call(4, Replica.answer)
-        router.in_flight[:] = [0, 1]  # new keys go to replica 0
+        loads(router)[:] = [0, 1]  # new keys go to replica 0
         remembered = [0, 2, 3, 4]
         assert [await router.call(key, Replica.answer) for key in remembered] == ["1"] * 4
         assert await router.call(1, Replica.answer) == "0"
@@ -179,7 +184,7 @@ def test_every_call_is_answered_by_a_sound_replica_or_fails(count: int, calls: l
             assert max(made) == 1
             retries += sum(made) - 1
             assert router.retries == retries
-            assert router.in_flight == [0] * count
+            assert loads(router) == [0] * count
 
     asyncio.run(main())
 
@@ -189,16 +194,16 @@ def test_every_call_is_answered_by_a_sound_replica_or_fails(count: int, calls: l
 
 def test_a_full_replica_is_passed_over_and_when_all_are_full_the_caller_waits() -> None:
     async def main() -> None:
-        router = Router("main", replicas(2), limit=2)
+        router = Router("main", replicas(2), LocalDesk(2, limit=2))
         tasks = [asyncio.create_task(router.call("same", Replica.held)) for _ in range(6)]
         await settle()
-        assert router.in_flight == [2, 2], "the key's own replica first, then the other; two callers wait"
+        assert loads(router) == [2, 2], "the key's own replica first, then the other; two callers wait"
         router.replicas[1].gate.set()
         await asyncio.gather(*tasks[2:])
-        assert router.in_flight == [2, 0], "who waited went to the replica that had room first"
+        assert loads(router) == [2, 0], "who waited went to the replica that had room first"
         router.replicas[0].gate.set()
         assert sorted(await asyncio.gather(*tasks)) == ["0", "0", "1", "1", "1", "1"]
-        assert router.in_flight == [0, 0]
+        assert loads(router) == [0, 0]
         assert router.retries == 0
 
     asyncio.run(main())
@@ -206,12 +211,12 @@ def test_a_full_replica_is_passed_over_and_when_all_are_full_the_caller_waits() 
 
 def test_a_call_that_nobody_answers_in_time_says_so() -> None:
     async def main() -> None:
-        router = Router("teacher 'big'", replicas(2), limit=1, deadline=0.05)
+        router = Router("teacher 'big'", replicas(2), LocalDesk(2, limit=1), deadline=0.05)
         held = [asyncio.create_task(router.call(n, Replica.held)) for n in range(3)]
         found = await asyncio.gather(*held, return_exceptions=True)
         assert all(isinstance(error, AllReplicasFailed) for error in found)
         assert "teacher 'big': no answer within 0.05 s (all replicas are busy)" in str(found[2])
-        assert router.in_flight == [0, 0]
+        assert loads(router) == [0, 0]
 
     asyncio.run(main())
 

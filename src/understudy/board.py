@@ -1,13 +1,16 @@
 """What processes that are started again need to know, and what the run wants to know of them.
 
-The board's process is small and starts fast: it hands on what others can read, without reading it itself.
+It is also where routers ask which replica takes a request (`desks`). The board's process is small and starts fast: it
+hands on what others can read, without reading it itself.
 """
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 
-from understudy.runtime.ray import Stored
+from understudy.desks import Call, Desks, Grant, Said, SharedDesks
+from understudy.runtime.ray import Remote, Stored
 
 BOARD = "board"
 """Name under which processes find it."""
@@ -26,7 +29,9 @@ class Started:
 class Board:
     """One in every run on a cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: dict[str, int], limit: int) -> None:
+        """Replicas by the name of their desk; requests that each of them has at most."""
+        self._desks = Desks(replicas, limit)
         self._company: Stored | None = None
         self._weights: tuple[int, list[Stored]] | None = None
         self._starts: list[Started] = []
@@ -50,3 +55,32 @@ class Board:
 
     async def starts(self) -> list[Started]:
         return self._starts
+
+    async def enter(self, who: str) -> None:
+        self._desks.enter(who)
+
+    async def leave(self, who: str) -> None:
+        self._desks.leave(who)
+
+    async def exchange(self, who: str, pickled: bytes) -> list[Grant]:
+        said: Said = pickle.loads(pickled)
+        return self._desks.exchange(who, said)
+
+    async def granted(self, who: str) -> list[Grant]:
+        return await self._desks.granted(who)
+
+    async def in_flight(self) -> dict[str, list[int]]:
+        """Requests of every replica, by desk."""
+        return {name: list(desk.in_flight) for name, desk in self._desks.desks.items()}
+
+
+def desks(board: Remote, who: str) -> SharedDesks:
+    """The desks, for a process that begins. Messages are pickled here: Ray would look at each of their words."""
+    board.ask("enter", who)
+    return SharedDesks(
+        who,
+        Call(
+            exchange=lambda who, said: board.call("exchange", who, pickle.dumps(said)),
+            granted=lambda who: board.call("granted", who),
+        ),
+    )

@@ -21,7 +21,7 @@ from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, Prompts
 from understudy.backstage import Learnt
-from understudy.board import BOARD, Board, Started
+from understudy.board import BOARD, Board, Started, desks
 from understudy.build import Report as Say
 from understudy.checkpoint import Best, Checkpoint, CheckpointStore
 from understudy.config.pools import pool_members
@@ -29,6 +29,7 @@ from understudy.config.schema import RunConfig
 from understudy.data.prompts import PromptStream
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import GroupKey, Prompt
+from understudy.desks import REFERENCE, STUDENT, of_teacher
 from understudy.engines.contract import GenerateRequest, Generation
 from understudy.errors import UserError
 from understudy.hosts import (
@@ -52,6 +53,7 @@ from understudy.runtime.ray import Cluster, Remote, Stored, all_within
 from understudy.signals import build_algorithm
 from understudy.stages import Role
 
+DRIVER = "driver"
 WINDOW = 0.005
 """Seconds in which writes of one process to the queue may join."""
 
@@ -61,6 +63,7 @@ class RemoteRollout:
     """Deals prompts to agent-loop workers; those of a worker that dies are run again by the others."""
 
     workers: tuple[Remote, ...]
+    board: Remote
     reissued: int = 0
     """prompts that were run again because their worker died"""
     _number: int = 0
@@ -123,6 +126,8 @@ class RemoteRollout:
                     raise RuntimeError(f"{worker.name}: {report.error}")
                 over = report.over
         except ReplicaGone as error:
+            if error.for_good:
+                await self.board.call("leave", worker.name)
             return [p for p in prompts if finished[GroupKey(order.partition, p.uid)] < order.samples], error
         return [], None
 
@@ -283,6 +288,7 @@ def assemble_on_ray(config: RunConfig, report: Say) -> Parts:
     cluster = Cluster(config.ray, config.pools)
     try:
         backstage = _spawn(config, cluster, vocabulary)
+        teachers = pools(config, backstage.engines, desks(backstage.board, DRIVER))
     except BaseException:
         cluster.close()
         raise
@@ -290,7 +296,7 @@ def assemble_on_ray(config: RunConfig, report: Say) -> Parts:
         config=config,
         tokenizer=tokenizer,
         algorithm=build_algorithm(config, [_no_head(name) for name in config.teachers]),
-        teachers=build.teacher_client(config, pools(config, backstage.engines), tokenizers),
+        teachers=build.teacher_client(config, teachers, tokenizers),
         queue=backstage.queue,
         rollout=backstage.rollout,
         backstage=backstage,
@@ -301,7 +307,7 @@ def assemble_on_ray(config: RunConfig, report: Say) -> Parts:
 
 def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int) -> Distributed:
     queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
-    board = cluster.spawn(Board, BOARD, None, 0)
+    board = cluster.spawn(Board, BOARD, None, 0, _replicas(config), config.ray.queue)
     homes = Counter(member.pool for member in pool_members(config))
 
     def replicas(role: Role, teacher: str, title: str, pool: str) -> tuple[Remote, ...]:
@@ -352,12 +358,22 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int) -> Distributed:
             place,
             number,
             Setting(config, vocabulary, place),
+            f"agent-loop worker {number}",
             share=1 / homes[place],
             restarts=config.ray.restarts,
         )
         for number in range(config.pools[place].replicas)
     )
-    return Distributed(config, cluster, board, engines, ranks, workers, queue, RemoteRollout(workers))
+    return Distributed(config, cluster, board, engines, ranks, workers, queue, RemoteRollout(workers, board))
+
+
+def _replicas(config: RunConfig) -> dict[str, int]:
+    """By the name of their desk."""
+    homes = {STUDENT: config.engine.pool}
+    homes |= {of_teacher(name): settings.pool or name for name, settings in config.teachers.items()}
+    if build.has_reference(config):
+        homes[REFERENCE] = _reference_pool(config)
+    return {name: config.pools[pool].replicas for name, pool in homes.items()}
 
 
 def _reference_pool(config: RunConfig) -> str:

@@ -20,11 +20,12 @@ from torch import Tensor
 from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.backstage import Learnt, learner_state, restore_learner, take_seconds
-from understudy.board import BOARD, Started
+from understudy.board import BOARD, Started, desks
 from understudy.checkpoint import Best, Checkpoint
 from understudy.config.schema import Pool, RunConfig
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Prompt
+from understudy.desks import REFERENCE, STUDENT, SharedDesks, of_teacher
 from understudy.engines.contract import (
     GenerateRequest,
     Generation,
@@ -41,7 +42,7 @@ from understudy.optimizer_state import seed_rng
 from understudy.queue.contract import BatchRef, SampleQueue
 from understudy.record.timeline import Interval
 from understudy.rollout import EpisodeDone, Order, Rollout
-from understudy.routing import Router
+from understudy.routing import Desk, Router
 from understudy.runtime.inline import InlineScheduler
 from understudy.runtime.ray import Remote, Stored, actor_id, node_address
 from understudy.signals import reward_pool
@@ -205,14 +206,13 @@ def met(board: Remote) -> tuple[SampleQueue, Engines]:
     return company
 
 
-def pool(config: RunConfig, name: str, replicas: Sequence[Remote]) -> TeacherPool:
+def pool(config: RunConfig, name: str, replicas: Sequence[Remote], desk: Desk) -> TeacherPool:
     """Replicas that score, as one process sees them."""
-    engines = [RemoteEngine(remote) for remote in replicas]
-    return TeacherPool(name, engines, limit=config.ray.queue, deadline=config.ray.request_deadline)
+    return TeacherPool(name, [RemoteEngine(remote) for remote in replicas], desk, config.ray.request_deadline)
 
 
-def pools(config: RunConfig, engines: Engines) -> dict[str, TeacherPool]:
-    return {name: pool(config, name, replicas) for name, replicas in engines.teachers.items()}
+def pools(config: RunConfig, engines: Engines, shared: SharedDesks) -> dict[str, TeacherPool]:
+    return {name: pool(config, name, replicas, shared[of_teacher(name)]) for name, replicas in engines.teachers.items()}
 
 
 Outcomes = asyncio.Queue[EpisodeDone | EpisodeFailure | BaseException | None]
@@ -232,15 +232,16 @@ class Report:
 class WorkerHost(Host):
     """Runs agent loops and scores their episodes; their tensors go from here to the queue."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, name: str) -> None:
         setting.enter()
         config, board = setting.config, Remote.find(BOARD)
         queue, engines = met(board)
+        shared = desks(board, name)
         tokenizer, tokenizers = stages.words(config)
         students = [RemoteEngine(remote) for remote in engines.student]
-        self.student = Router("student", students, limit=config.ray.queue, deadline=config.ray.request_deadline)
-        self.pools = pools(config, engines)
-        self.reference = pool(config, "reference", engines.reference)
+        self.student = Router("student", students, shared[STUDENT], config.ray.request_deadline)
+        self.pools = pools(config, engines, shared)
+        self.reference = pool(config, "reference", engines.reference, shared[REFERENCE])
         self.rewards = reward_pool(config)
         judges = build.Judges(
             config,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from understudy.engines.contract import ScoreRequest, Scores, StepScoreRequest
-from understudy.routing import Router
+from understudy.routing import Desk, Router
 
 
 class Scorer(Protocol):
@@ -21,11 +21,11 @@ class TeacherPool:
     """The replicas of one teacher behind a router. No sleep, no wake: they are up as long as the pool is."""
 
     def __init__(
-        self, name: str, replicas: Sequence[Scorer], *, limit: int | None = None, deadline: float | None = None
+        self, name: str, replicas: Sequence[Scorer], desk: Desk | None = None, deadline: float | None = None
     ) -> None:
-        """`limit` and `deadline` as in `Router`."""
+        """`desk` and `deadline` as in `Router`."""
         self.name = name
-        self.router = Router(f"teacher {name!r}", replicas, limit=limit, deadline=deadline)
+        self.router = Router(f"teacher {name!r}", replicas, desk, deadline)
 
     async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
         """Answered by one replica; a failing one's requests go to the others."""
@@ -35,4 +35,4 @@ class TeacherPool:
                 return await replica.score(request)
             return await asyncio.wait_for(replica.score(request), request.deadline)
 
-        return await self.router.call(request.key.group, ask)
+        return await self.router.call(tuple(request.key.group), ask)

@@ -1,0 +1,323 @@
+"""Routers of several processes that share a desk are one load balancer; also when some of them die."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+
+from understudy.board import BOARD, Board, desks
+from understudy.desks import Call, Desks, Grant, Said, SharedDesks
+from understudy.errors import UserError
+from understudy.routing import AllReplicasFailed, Router
+from understudy.runtime.contract import ReplicaGone
+from understudy.runtime.ray import Remote
+
+
+class Gate:
+    """A replica that answers when it is let go."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.open = asyncio.Event()
+
+    async def answer(self) -> str:
+        await self.open.wait()
+        return self.name
+
+
+class Wire:
+    """Stands for the way to the board: counts messages, and each takes a moment."""
+
+    def __init__(self, there: Desks) -> None:
+        self.there = there
+        self.messages = 0
+        self.cut = False
+
+    async def exchange(self, who: str, said: Said) -> list[Grant]:
+        self.messages += 1
+        await self._on_the_way()
+        found = self.there.exchange(who, said)
+        await self._on_the_way()
+        return found
+
+    async def granted(self, who: str) -> list[Grant]:
+        await self._on_the_way()
+        return await self.there.granted(who)
+
+    async def _on_the_way(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if self.cut:
+            raise ReplicaGone("board died and will not be started again", for_good=True)
+
+
+def routers(
+    count: int, replicas: list[Gate], limit: int, deadline: float | None = None
+) -> tuple[Wire, list[Router[Gate]]]:
+    """One of each process."""
+    wire = Wire(Desks({"main": len(replicas)}, limit))
+    made = []
+    for number in range(count):
+        wire.there.enter(f"worker {number}")
+        shared = SharedDesks(f"worker {number}", Call(wire.exchange, wire.granted))
+        made.append(Router("main", replicas, shared["main"], deadline))
+    return wire, made
+
+
+def in_flight(wire: Wire) -> list[int]:
+    return wire.there.desks["main"].in_flight
+
+
+async def settle() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+def test_requests_of_two_processes_go_to_two_replicas() -> None:
+    async def main() -> None:
+        replicas = [Gate("0"), Gate("1")]
+        wire, (first, second) = routers(2, replicas, limit=8)
+        tasks = [asyncio.create_task(router.call(key, Gate.answer)) for router, key in ((first, "a"), (second, "b"))]
+        await settle()
+        assert in_flight(wire) == [1, 1]
+        tasks += [asyncio.create_task(second.call("a", Gate.answer)) for _ in range(2)]
+        await settle()
+        assert in_flight(wire) == [3, 1], "a key stays with its replica, whoever asks"
+        tasks.append(asyncio.create_task(first.call("c", Gate.answer)))
+        await settle()
+        assert in_flight(wire) == [3, 2], "the least busy of all, not of one's own"
+        for replica in replicas:
+            replica.open.set()
+        assert await asyncio.gather(*tasks) == ["0", "1", "0", "0", "1"]
+        await settle()
+        assert in_flight(wire) == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_the_bound_of_a_replica_holds_for_all_processes_together() -> None:
+    async def main() -> None:
+        replicas = [Gate("0"), Gate("1")]
+        wire, made = routers(3, replicas, limit=2)
+        tasks = [asyncio.create_task(made[n % 3].call(n, Gate.answer)) for n in range(9)]
+        await settle()
+        assert in_flight(wire) == [2, 2]
+        replicas[1].open.set()
+        await settle()
+        assert in_flight(wire) == [2, 0]
+        assert sum(task.done() for task in tasks) == 7, "who waited went where room was"
+        replicas[0].open.set()
+        await asyncio.gather(*tasks)
+        await settle()
+        assert in_flight(wire) == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_many_requests_share_a_message() -> None:
+    async def main() -> None:
+        replicas = [Gate("0"), Gate("1")]
+        for replica in replicas:
+            replica.open.set()
+        wire, (router,) = routers(1, replicas, limit=1000)
+        await asyncio.gather(*(router.call(n, Gate.answer) for n in range(500)))
+        assert wire.messages <= 4
+        await settle()
+        assert in_flight(wire) == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_whoever_gives_up_waiting_takes_no_place() -> None:
+    async def main() -> None:
+        replicas = [Gate("0")]
+        wire, (first, second) = routers(2, replicas, limit=1, deadline=0.05)
+        held = asyncio.create_task(first.call("a", Gate.answer))
+        await settle()
+        with pytest.raises(AllReplicasFailed, match=r"no answer within 0.05 s \(all replicas are busy\)"):
+            await second.call("b", Gate.answer)
+        await asyncio.gather(held, return_exceptions=True)
+        await settle()
+        assert in_flight(wire) == [0]
+        replicas[0].open.set()
+        assert await second.call("b", Gate.answer) == "0"
+
+    asyncio.run(main())
+
+
+def test_a_process_that_dies_leaves_nothing_taken() -> None:
+    async def main() -> None:
+        replicas = [Gate("0")]
+        wire, (first, second) = routers(2, replicas, limit=2)
+        lost = [asyncio.create_task(first.call(n, Gate.answer)) for n in range(4)]
+        await settle()
+        waits = asyncio.create_task(second.call("b", Gate.answer))
+        await settle()
+        assert in_flight(wire) == [2]
+        wire.there.enter("worker 0")  # in the place of the one that died
+        await settle()
+        assert in_flight(wire) == [1], "two places are free, and one of them is taken by the one that waited"
+        replicas[0].open.set()
+        assert await waits == "0"
+        wire.there.leave("worker 1")
+        wire.there.leave("worker 1")
+        assert in_flight(wire) == [0]
+        for task in lost:
+            task.cancel()
+
+    asyncio.run(main())
+
+
+def test_without_the_board_nobody_waits_for_ever() -> None:
+    async def main() -> None:
+        replicas = [Gate("0")]
+        wire, (router,) = routers(1, replicas, limit=1)
+        tasks = [asyncio.create_task(router.call(n, Gate.answer)) for n in range(3)]
+        await settle()
+        wire.cut = True
+        replicas[0].open.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert found[0] == "0"
+        for error in (*found[1:], *await asyncio.gather(router.call("new", Gate.answer), return_exceptions=True)):
+            assert isinstance(error, UserError)
+            assert "board died" in str(error)
+
+    asyncio.run(main())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.sampled_from(["answer", "cancel"])), max_size=30),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_places_are_never_lost_nor_given_twice(
+    calls: list[tuple[int, int, str]], count: int, limit: int, chance: random.Random
+) -> None:
+    """Whatever is asked, answered and cancelled in whatever order."""
+
+    async def main() -> None:
+        under_way = [0] * count
+        doors: list[asyncio.Event] = []
+
+        class Busy:
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            async def serve(self) -> int:
+                under_way[self.number] += 1
+                assert under_way[self.number] <= limit
+                door = asyncio.Event()
+                doors.append(door)
+                try:
+                    await door.wait()
+                finally:
+                    under_way[self.number] -= 1
+                return self.number
+
+        wire = Wire(Desks({"main": count}, limit))
+        made = []
+        for number in range(3):
+            wire.there.enter(str(number))
+            shared = SharedDesks(str(number), Call(wire.exchange, wire.granted))
+            made.append(Router("main", [Busy(n) for n in range(count)], shared["main"]))
+        tasks = []
+        for who, key, fate in calls:
+            task = asyncio.create_task(made[who].call(key, Busy.serve))
+            tasks.append((task, fate))
+            for _ in range(chance.randrange(12)):
+                await asyncio.sleep(0)
+            if fate == "cancel" and chance.random() < 0.5:
+                task.cancel()
+            if doors and chance.random() < 0.5:
+                doors.pop(chance.randrange(len(doors))).set()
+        while not all(task.done() for task, _ in tasks):
+            await settle()
+            for task, fate in tasks:
+                if fate == "cancel":
+                    task.cancel()
+            while doors:
+                doors.pop().set()
+        assert all(fate == "cancel" or not task.cancelled() for task, fate in tasks)
+        await settle()
+        assert in_flight(wire) == [0] * count
+
+    asyncio.run(main())
+
+
+# ── the real board ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Asker:
+    """A process with a router of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.replicas = [Gate("0"), Gate("1")]
+        self.router = Router("main", self.replicas, desks(Remote.find(BOARD), name)["main"])
+        self.tasks: list[asyncio.Task[str]] = []
+
+    async def begin(self, key: str) -> None:
+        self.tasks.append(asyncio.create_task(self.router.call(key, Gate.answer)))
+
+    async def finish(self) -> list[str]:
+        for replica in self.replicas:
+            replica.open.set()
+        return await asyncio.gather(*self.tasks)
+
+
+class Light(Board):
+    async def light(self) -> bool:
+        return "torch" not in sys.modules
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def test_two_processes_and_a_board(cluster: None) -> None:
+    def spawn(host: type, name: str, *args: object) -> Remote:
+        return Remote(name, ray.remote(host).options(name=name, num_cpus=0, max_concurrency=100).remote(*args))
+
+    async def until(wanted: list[int]) -> None:
+        async with asyncio.timeout(60):
+            while (await board.call("in_flight"))["main"] != wanted:
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        await first.call("begin", "a")
+        await until([1, 0])
+        await second.call("begin", "b")
+        await until([1, 1])
+        await second.call("begin", "a")
+        await until([2, 1])
+        await first.call("begin", "a")
+        await until([2, 2])
+        await second.call("begin", "c")
+        assert await first.call("finish") == ["0", "1"], "the replica of the key is full"
+        await until([2, 1])
+        ray.kill(second.actor)
+        await board.call("leave", "second")
+        await until([0, 0])
+        assert await board.call("light"), "the board does not load torch"
+        for key in range(5):
+            await third.call("begin", str(key))
+        await until([2, 2])
+        ray.kill(board.actor)
+        with pytest.raises(UserError, match="the run lost its board, where replicas are given out: .*board died"):
+            await third.call("finish")
+
+    board = spawn(Light, BOARD, {"main": 2}, 2)
+    first, second, third = (spawn(Asker, name, name) for name in ("first", "second", "third"))
+    asyncio.run(main())
