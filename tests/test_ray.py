@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -47,22 +46,33 @@ ON_RAY = {
 }
 
 
-def both(root: Path, **sections: Any) -> tuple[Path, Path]:
-    """The same recipe embedded and on Ray."""
-    plugin = root / "loops.py"
-    plugin.write_text(LOOP)
+def both(root: Path) -> tuple[Path, Path]:
+    """The same recipe embedded and on Ray: every prompt once, a third of them for another teacher than the rest, and a
+    reward that hangs for one."""
+    plugin = root / "plugin.py"
+    plugin.write_text(LOOP + REWARD)
+    tiny.save(root / "second", seed=2)
+    prompts = [f"{number}. {tiny.PROMPTS[number % len(tiny.PROMPTS)]}" for number in range(15)]
+    rows = [{"prompt": p, "judge": "main" if n % 3 else "other", "hangs": n == 0} for n, p in enumerate(prompts)]
     common = {
         "steps": 5,
         "threads": 1,
+        "teachers": {"other": {"path": str(root / "second"), "dtype": "float32"}},
+        "data": {
+            "train": str(tiny.write_prompts(root / "routed.jsonl", rows)),
+            "validation": str(tiny.write_prompts(root / "heldout.jsonl", rows[1:7])),
+            "teacher_column": "judge",
+        },
         "plugins": [str(plugin)],
+        "rewards": {"length": {"function": "ray_hangs_for_one", "timeout": 0.5}},
+        "algorithm": {"task_weight": 0.5},
         "record": {"rollouts": "all"},
-        "rollout": {"agent_loop": "ray_staggered", "samples": 2, "max_tokens": 60},
+        "rollout": {"agent_loop": "ray_staggered", "samples": 2, "max_tokens": 60, "max_failed_groups": 1},
         "validation": {"max_tokens": 5},
+        "optimizer": {"name": "sgd", "lr": 0.5},
     }
-    common |= sections
-    on_ray = {key: value for key, value in ON_RAY.items() if key not in sections}
-    here = understudy.train(tiny.config(root, name="here", **{k: v for k, v in common.items() if k != "pools"}))
-    return here, understudy.train(tiny.config(root, name="there", **(on_ray | common)))
+    here = understudy.train(tiny.config(root, name="here", **common))
+    return here, understudy.train(tiny.config(root, name="there", **(common | ON_RAY)))
 
 
 def tokens(run: Path) -> list[tuple[int, ...]]:
@@ -74,7 +84,7 @@ def tokens(run: Path) -> list[tuple[int, ...]]:
 def gap(here: Path, there: Path, name: str) -> float:
     """Largest difference of a metric, relative to its size."""
     pairs = zip(tiny.lines(here / "metrics.jsonl"), tiny.lines(there / "metrics.jsonl"), strict=True)
-    return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs)
+    return max(abs(a[name] - b[name]) / max(abs(a[name]), 1e-9) for a, b in pairs)
 
 
 def ours() -> set[int]:
@@ -85,7 +95,7 @@ def ours() -> set[int]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     before = ours()
-    found = both(tmp_path_factory.mktemp("ray"), optimizer={"name": "sgd", "lr": 0.5})
+    found = both(tmp_path_factory.mktemp("ray"))
     assert ours() <= before, "the cluster and all its processes end with the run"
     return found
 
@@ -93,8 +103,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_same_tokens_and_losses_as_in_one_process(runs: tuple[Path, Path]) -> None:
     here, there = runs
     assert tokens(here) == tokens(there)
-    assert len(tokens(here)) == 5 * 3 * 2
-    assert max(gap(here, there, name) for name in ("loss", "kl", "entropy")) < 1e-5
+    assert len(tokens(here)) == sum(step["trajectories"] for step in tiny.lines(here / "metrics.jsonl")) == 2 * 14
+    assert max(gap(here, there, name) for name in ("loss", "kl", "entropy", "reward")) < 1e-5
     for name in ("kl", "kl_fixed", "top1_agreement"):
         before, after = (tiny.lines(run / "validation.jsonl")[-1][name] for run in runs)
         assert after == pytest.approx(before, rel=1e-4)
@@ -110,7 +120,7 @@ def test_teachers_are_resident_and_score_while_other_episodes_are_written(runs: 
     directory = RunDirectory.open(runs[1])
     summary = directory.load_summary()
     teachers = {name: found for name, found in summary["processes"].items() if name.startswith("teacher")}
-    assert sorted(teachers) == ["teacher 'main', replica 0", "teacher 'main', replica 1"]
+    assert sorted(teachers) == ["teacher 'main', replica 0", "teacher 'main', replica 1", "teacher 'other', replica 0"]
     assert all(len(found) == 1 for found in teachers.values()), "each was started once, and is the same at the end"
     assert summary["restarts"] == {}
     assert sum(summary["retries"].values()) == 0
@@ -118,7 +128,30 @@ def test_teachers_are_resident_and_score_while_other_episodes_are_written(runs: 
     assert all(counts["score_batches"] > 0 for counts in summary["teachers"]["main"]), "both replicas are used"
 
 
+def test_two_teachers_are_routed_by_a_column(runs: tuple[Path, Path]) -> None:
+    directory = RunDirectory.open(runs[1])
+    summary = directory.load_summary()
+    assert sorted(summary["teachers"]) == ["main", "other"]
+    assert all(counts[0]["score_tokens"] > 0 for counts in summary["teachers"].values())
+    shown = [row for step in range(1, 6) for row in directory.load_rollouts(step)]
+    asked = {(int(re.findall(r"(\d+)\. ", row.prompt)[0]) % 3, row.teacher) for row in shown}
+    assert asked == {(0, "other"), (1, "main"), (2, "main")}
+
+
+def test_a_reward_that_hangs_is_counted_and_its_group_marked(runs: tuple[Path, Path]) -> None:
+    """Steps go on without the group, as in one process."""
+    summary, steps = RunDirectory.open(runs[1]).load_summary(), tiny.lines(runs[1] / "metrics.jsonl")
+    [reason] = summary["failed_groups"]
+    assert re.search(r"row 1 of .*routed\.jsonl: reward 'length' \(ray_hangs_for_one\) timed out after 0.5 s", reason)
+    assert summary["rewards"]["timed_out"] == 2
+    assert sorted(step["failed_groups"] for step in steps) == [0, 0, 0, 0, 1]
+    assert [step["trajectories"] for step in steps] == [2 * (3 - step["failed_groups"]) for step in steps], (
+        "a group is trained on whole or not at all"
+    )
+
+
 def test_a_sharded_checkpoint_is_exported_and_resumed_in_one_process(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Goes last: it changes the runs."""
     here, there = runs
     files = sorted(path.name for path in (there / "checkpoints" / "step-000005").iterdir())
     assert "model-00001-of-00002.safetensors" in files
@@ -132,38 +165,6 @@ def test_a_sharded_checkpoint_is_exported_and_resumed_in_one_process(runs: tuple
     assert tiny.lines(there / "metrics.jsonl")[-1]["loss"] == pytest.approx(
         tiny.lines(here / "metrics.jsonl")[-1]["loss"], rel=1e-4
     )
-
-
-def test_two_teachers_routed_by_a_column_and_a_reward_that_hangs(tmp_path: Path) -> None:
-    """Both steps go on without the group that could not be rewarded, as in one process."""
-    tiny.save(tmp_path / "second", seed=2)
-    rows = [{"prompt": p, "judge": ("main", "other")[n % 2], "hangs": n == 0} for n, p in enumerate(tiny.PROMPTS)]
-    prompts = tiny.write_prompts(tmp_path / "routed.jsonl", rows)
-    plugin = tmp_path / "reward.py"
-    plugin.write_text(REWARD)
-    here, there = both(
-        tmp_path,
-        steps=2,
-        teachers={"other": {"path": str(tmp_path / "second"), "dtype": "float32"}},
-        data={"train": str(prompts), "validation": None, "teacher_column": "judge"},
-        pools={},
-        plugins=[str(plugin)],
-        rewards={"length": {"function": "ray_hangs_for_one", "timeout": 0.5}},
-        algorithm={"task_weight": 0.5},
-        rollout={"samples": 2, "max_tokens": 12, "max_failed_groups": 1},
-    )
-    assert tokens(here) == tokens(there)
-    assert max(gap(here, there, name) for name in ("loss", "kl", "reward")) < 1e-3  # AdamW
-    summary = RunDirectory.open(there).load_summary()
-    assert all(counts[0]["score_tokens"] > 0 for counts in summary["teachers"].values())
-    assert {row.teacher for row in RunDirectory.open(there).load_rollouts(1)} == {"main", "other"}
-
-    [reason] = summary["failed_groups"]
-    assert re.search(r"row 1 of .*routed\.jsonl: reward 'length' \(ray_hangs_for_one\) timed out after 0.5 s", reason)
-    assert (summary["rewards"]["timed_out"], summary["rewards"]["scored"]) == (2, 5 * 2)
-    steps = tiny.lines(there / "metrics.jsonl")
-    assert sorted(step["failed_groups"] for step in steps) == [0, 1]
-    assert sum(step["trajectories"] for step in steps) == 5 * 2, "a group is trained on whole or not at all"
 
 
 def test_a_placement_that_cannot_be_satisfied_is_refused_with_numbers(

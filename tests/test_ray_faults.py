@@ -144,9 +144,10 @@ def every_teacher(run: Distributed, directory: RunDirectory) -> bool:
 def test_a_run_survives_the_loss_of_a_teacher_a_student_and_a_worker(
     tmp_path: Path, hire: Callable[[Path, Assassin], None]
 ) -> None:
-    """Every trajectory has its teacher's columns once, and what is learned is what an undisturbed run learns."""
+    """Every trajectory has its teacher's columns once, and what AdamW learns is what it learns in an undisturbed run in
+    one process."""
     pools = {"main": {"replicas": 2}, "student": {"replicas": 2}, "rewards": {"replicas": 2}}
-    chosen = {"steps": 6, "optimizer": {"name": "sgd", "lr": 0.5}}
+    chosen = {"steps": 6, "optimizer": {"name": "adamw", "lr": 1e-2}}
     assassin = Assassin(teacher, student, worker)
     hire(tmp_path / "runs" / "killed", assassin)
     config = understudy.Config.model_validate(settings(tmp_path, name="killed", pools=pools, **chosen))
@@ -164,7 +165,7 @@ def test_a_run_survives_the_loss_of_a_teacher_a_student_and_a_worker(
     assert [step["step"] for step in there] == [1, 2, 3, 4, 5, 6]
     assert [step["trajectories"] for step in there] == [8.0] * 6
     for calm_step, step in zip(here, there, strict=True):
-        assert step["loss"] == pytest.approx(calm_step["loss"], rel=1e-4)
+        assert step["loss"] == pytest.approx(calm_step["loss"], rel=1e-3)
     rollouts = [
         [(row.key[:3], row.ids) for step in range(1, 7) for row in RunDirectory.open(path).load_rollouts(step)]
         for path in (calm, run)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from typing import Any
 
 from understudy.desks import Call, Desks, Grant, Said, SharedDesks
+from understudy.errors import UserError
+from understudy.runtime.contract import ReplicaGone
 from understudy.runtime.ray import Remote, Stored
 
 BOARD = "board"
@@ -74,13 +77,23 @@ class Board:
         return {name: list(desk.in_flight) for name, desk in self._desks.desks.items()}
 
 
+async def ask_board(board: Remote, method: str, *args: Any) -> Any:
+    """Its answer; a run without a board ends."""
+    try:
+        return await board.call(method, *args)
+    except ReplicaGone as error:
+        raise UserError(
+            f"the run lost its board; `understudy resume` goes on from the last checkpoint: {error}"
+        ) from error
+
+
 def desks(board: Remote, who: str) -> SharedDesks:
     """The desks, for a process that begins. Messages are pickled here: Ray would look at each of their words."""
     board.ask("enter", who)
     return SharedDesks(
         who,
         Call(
-            exchange=lambda who, said: board.call("exchange", who, pickle.dumps(said)),
-            granted=lambda who: board.call("granted", who),
+            exchange=lambda who, said: ask_board(board, "exchange", who, pickle.dumps(said)),
+            granted=lambda who: ask_board(board, "granted", who),
         ),
     )

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable
 from itertools import count
 from typing import Any, NamedTuple
 
-from understudy.errors import UserError
 from understudy.routing import LocalDesk
 
 STUDENT, REFERENCE = "student", "reference"
@@ -177,7 +176,7 @@ class SharedDesks:
         try:
             await work()
         except Exception as error:
-            self._fail(UserError(f"the run lost its board, where replicas are given out: {error!r}"))
+            self._fail(error)
         finally:
             del self._tasks[what]
 

@@ -21,7 +21,7 @@ from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, Prompts
 from understudy.backstage import Learnt
-from understudy.board import BOARD, Board, Started, desks
+from understudy.board import BOARD, Board, Started, ask_board, desks
 from understudy.build import Report as Say
 from understudy.checkpoint import Best, Checkpoint, CheckpointStore
 from understudy.config.pools import pool_members
@@ -127,7 +127,7 @@ class RemoteRollout:
                 over = report.over
         except ReplicaGone as error:
             if error.for_good:
-                await self.board.call("leave", worker.name)
+                await ask_board(self.board, "leave", worker.name)
             return [p for p in prompts if finished[GroupKey(order.partition, p.uid)] < order.samples], error
         return [], None
 
@@ -186,7 +186,7 @@ class Distributed:
 
     async def publish(self, version: int) -> None:
         buckets = (await self._ranks("weights"))[0]
-        await self.board.call("publish", version, buckets)
+        await ask_board(self.board, "publish", version, buckets)
         deadline = self.config.ray.publish_deadline
         loads = {engine.name: self._load(engine, version, buckets) for engine in self.engines.student}
         await all_within(loads, deadline, f"publishing version {version}")
@@ -226,7 +226,7 @@ class Distributed:
 
     async def counts(self) -> dict[str, Any]:
         workers = [c for c in await asyncio.gather(*(self._if_there(w, "counts") for w in self.workers)) if c]
-        starts: list[Started] = await self.board.call("starts")
+        starts: list[Started] = await ask_board(self.board, "starts")
         processes: dict[str, list[dict[str, Any]]] = {}
         for start in starts:
             processes.setdefault(start.name, []).append({"actor": start.actor, "pid": start.pid})
