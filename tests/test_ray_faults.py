@@ -18,6 +18,7 @@ import pytest
 import tiny
 import understudy
 from understudy.checkpoint import CheckpointStore
+from understudy.desks import STUDENT, of_teacher
 from understudy.distributed import Distributed
 from understudy.errors import UserError
 from understudy.record import RunDirectory
@@ -116,12 +117,31 @@ def kill(remote: Remote, question: str) -> bool:
     return True
 
 
+def kill_serving(run: Distributed, replica: Remote, desk: str) -> None:
+    """SIGKILL to the first replica of a desk when it has a request that it will never answer: it is stopped before."""
+    pid = replica.ask("pid")
+    os.kill(pid, signal.SIGSTOP)
+    ends = time.monotonic() + PATIENCE
+    while run.board.ask("in_flight")[desk][0] < 1:
+        assert time.monotonic() < ends, "nobody asked it for anything"
+        time.sleep(0.02)
+    time.sleep(0.1)  # what it had answered before is given back by now
+    assert run.board.ask("in_flight")[desk][0] >= 1
+    os.kill(pid, signal.SIGKILL)
+
+
 def teacher(run: Distributed, directory: RunDirectory) -> bool:
-    return steps_of(directory) >= 1 and kill(run.engines.teachers["main"][0], "in_flight")
+    if steps_of(directory) < 1:
+        return False
+    kill_serving(run, run.engines.teachers["main"][0], of_teacher("main"))
+    return True
 
 
 def student(run: Distributed, directory: RunDirectory) -> bool:
-    return steps_of(directory) >= 2 and kill(run.engines.student[0], "in_flight")
+    if steps_of(directory) < 2:
+        return False
+    kill_serving(run, run.engines.student[0], STUDENT)
+    return True
 
 
 def worker(run: Distributed, directory: RunDirectory) -> bool:
@@ -133,10 +153,11 @@ def rank(run: Distributed, directory: RunDirectory) -> bool:
 
 
 def every_teacher(run: Distributed, directory: RunDirectory) -> bool:
-    replicas = run.engines.teachers["main"]
-    if steps_of(directory) < 2 or not kill(replicas[0], "in_flight"):
+    if steps_of(directory) < 2:
         return False
-    for replica in replicas[1:]:
+    first, *others = run.engines.teachers["main"]
+    kill_serving(run, first, of_teacher("main"))
+    for replica in others:
         os.kill(replica.ask("pid"), signal.SIGKILL)
     return True
 

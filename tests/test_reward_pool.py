@@ -195,17 +195,20 @@ def test_answers_behind_many_that_end_their_process(plugin: str) -> None:
     with_pool(RewardPool({"own": act()}, [plugin]), use)
 
 
-def test_an_end_that_is_noticed_by_writing(plugin: str) -> None:
-    """What the process had said before counts: its answer had begun and is not tried again."""
+@pytest.mark.parametrize("before", [[], ["value 5", "value 6"]])
+def test_what_a_process_said_before_it_ended_counts(plugin: str, before: list[str]) -> None:
+    """Its end is noticed by writing to it, before anybody has read what it said: answers that it had judged are judged,
+    and the one that had begun is not tried again."""
 
     async def use(pool: RewardPool) -> None:
-        ends = asyncio.create_task(pool.score(answer("exit 3")))
-        while pool._idle.qsize() == AHEAD:
+        told = [asyncio.create_task(pool.score(answer(text))) for text in (*before, "exit 3")]
+        while pool._idle.qsize() > AHEAD - len(told):
             await asyncio.sleep(0)
         os.waitid(os.P_PID, pool.pids[0], os.WEXITED | os.WNOWAIT)
         judged = await pool.score(answer("value 1"))
-        assert "the worker died while it ran (exit status 3)" in str((await ends).failure)
-        assert judged.reward == 1
+        *fine, ended = await asyncio.gather(*told)
+        assert [judgement.reward for judgement in (*fine, judged)] == [float(text[-1]) for text in (*before, "value 1")]
+        assert "the worker died while it ran (exit status 3)" in str(ended.failure)
         assert pool.counts["died"] == pool.counts["restarted"] == 1
 
     with_pool(RewardPool({"own": act()}, [plugin]), use)

@@ -179,7 +179,7 @@ class RewardPool:
         try:
             worker.send(frame)
             async with worker.turn:
-                if not worker.usable:
+                if worker.spent:
                     raise _NotBegun(behind=True)
                 for name, spec in self._specs.items():
                     await self._begun(worker, first=not parts)
@@ -190,7 +190,7 @@ class RewardPool:
             raise
         finally:
             if not at_rest:
-                worker.kill()
+                worker.spend()
 
     async def _begun(self, worker: WorkerProcess, *, first: bool) -> None:
         """Wait until the worker says that the next reward runs."""

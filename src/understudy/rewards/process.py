@@ -45,8 +45,11 @@ class _Link(asyncio.Protocol):
         self._frames = wire.Frames()
         self._inbox: deque[wire.Report] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._deaf = False
 
     def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
         self._inbox.extend(cast(wire.Report, json.loads(message)) for message in self._frames.feed(data))
         if self._inbox:
             self._wake()
@@ -58,6 +61,11 @@ class _Link(asyncio.Protocol):
                 self.data_received(data)
         self.lost = True
         self._wake()
+
+    def forget(self) -> None:
+        """Nothing that was said, or will be, is of interest any more."""
+        self._deaf = True
+        self._inbox.clear()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -81,13 +89,15 @@ class _Link(asyncio.Protocol):
 
 class WorkerProcess:
     """A process that is ready to judge answers. Made by `launch`. It judges in the order in which answers are sent;
-    whoever sent one takes its turn, and then receives."""
+    whoever sent one takes its turn, and then receives. That may be after the process ended: what it had said counts."""
 
     def __init__(self, process: subprocess.Popen[bytes], link: _Link, transport: asyncio.Transport) -> None:
         self._process = process
         self._link = link
         self._transport = transport
         self._killed = False
+        self.spent = False
+        """it was lost to an answer; those that were sent after that one are for another worker"""
         self.turn = asyncio.Lock()
         """held by whoever receives; a lock is taken in the order in which it was asked for"""
 
@@ -154,6 +164,12 @@ class WorkerProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._transport.abort()
+
+    def spend(self) -> None:
+        """Kill it because of the answer whose turn it is; what it says later is not about those behind."""
+        self.spent = True
+        self._link.forget()
+        self.kill()
 
     async def end(self) -> str:
         """Of one that has closed its end: it gets a moment to die by itself, so that how it ended is its own doing."""
