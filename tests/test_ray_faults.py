@@ -121,12 +121,11 @@ def kill_serving(run: Distributed, replica: Remote, desk: str) -> None:
     """SIGKILL to the first replica of a desk when it has a request that it will never answer: it is stopped before."""
     pid = replica.ask("pid")
     os.kill(pid, signal.SIGSTOP)
-    ends = time.monotonic() + PATIENCE
-    while run.board.ask("in_flight")[desk][0] < 1:
+    ends, seen = time.monotonic() + PATIENCE, 0
+    while seen < 10:  # in a row: what it had answered before is given back by then
         assert time.monotonic() < ends, "nobody asked it for anything"
+        seen = seen + 1 if run.board.ask("in_flight")[desk][0] >= 1 else 0
         time.sleep(0.02)
-    time.sleep(0.1)  # what it had answered before is given back by now
-    assert run.board.ask("in_flight")[desk][0] >= 1
     os.kill(pid, signal.SIGKILL)
 
 
