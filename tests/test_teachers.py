@@ -20,7 +20,7 @@ from understudy.errors import UserError
 from understudy.models.loading import load_causal_lm
 from understudy.models.tokenizers import SafeTokenizer
 from understudy.queue import MemoryQueue
-from understudy.routing import AllReplicasFailed
+from understudy.routing import AllReplicasFailed, LocalDesk
 from understudy.runtime.inline import InlineScheduler
 from understudy.teachers.client import ResidentTeacher, TeacherClient, align, runs
 from understudy.teachers.pool import Scorer, TeacherPool
@@ -317,7 +317,9 @@ def test_a_failing_replicas_requests_go_to_the_others_and_are_written_once() -> 
     assert len(broken.requests) == 1  # the group stays with the replica that answered
     assert len(healthy.requests) == 2
     assert broken.requests[0] is healthy.requests[0]
-    assert teacher.pool.router.desk.in_flight == [0, 0]  # type: ignore[attr-defined]
+    desk = teacher.pool.router.desk
+    assert isinstance(desk, LocalDesk)
+    assert desk.in_flight == [0, 0]
 
 
 def test_when_no_replica_answers_the_error_has_every_reason() -> None:
