@@ -1,0 +1,105 @@
+"""Which tests run which lines, and how long each test takes: measured once, kept in .mutants/."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PLUGIN = """
+import coverage, pytest
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    current = coverage.Coverage.current()
+    if current is not None:
+        current.switch_context(item.nodeid)
+    yield
+    if current is not None:
+        current.switch_context("")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """What a set of tests covers."""
+
+    lines: dict[str, dict[int, list[str]]]
+    """path → line → node ids; line 0: all tests that run any line of the file"""
+    seconds: dict[str, float]
+
+    def of(self, path: str, line: int) -> list[str]:
+        """Tests that run a line, the quickest first; those of the whole file for lines that run at import."""
+        covered = self.lines.get(path, {})
+        found = covered.get(line) or covered.get(0, [])
+        return sorted(found, key=lambda test: self.seconds.get(test, 1.0))
+
+
+def measure(root: Path, work: Path, targets: Sequence[str], tests: Sequence[str]) -> Tests:
+    """Run the tests file by file, two at a time, with a context per test."""
+    work.mkdir(exist_ok=True)
+    (work / "mutants_contexts.py").write_text(PLUGIN)
+    (work / "coveragerc").write_text("[run]\ninclude =\n" + "".join(f"    {root / path}\n" for path in targets))
+    waiting, running = list(tests), dict[str, subprocess.Popen[bytes]]()
+    while waiting or running:
+        while waiting and len(running) < 2:
+            file = waiting.pop(0)
+            if not _results(work, file)[0].exists():
+                running[file] = _start(root, work, file)
+        for file, process in list(running.items()):
+            try:
+                process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                continue
+            del running[file]
+            if process.returncode != 0:
+                print(f"coverage of {file}: pytest ended with {process.returncode}", file=sys.stderr)
+    return _read(root, work, targets, tests)
+
+
+def _results(work: Path, file: str) -> tuple[Path, Path]:
+    stem = Path(file).stem
+    return work / f"coverage-{stem}", work / f"durations-{stem}.xml"
+
+
+def _start(root: Path, work: Path, file: str) -> subprocess.Popen[bytes]:
+    data, durations = _results(work, file)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root / "src"), str(work)]),
+        "COVERAGE_FILE": str(data),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "coverage", "run", "--rcfile", str(work / "coveragerc"), "-m", "pytest"]
+    options = ["-q", "-p", "mutants_contexts", "-p", "no:xdist", "-p", "no:cacheprovider", f"--junitxml={durations}"]
+    with (work / f"log-{Path(file).stem}").open("wb") as log:
+        return subprocess.Popen([*command, *options, file], cwd=root, env=environment, stdout=log, stderr=log)
+
+
+def _read(root: Path, work: Path, targets: Sequence[str], tests: Sequence[str]) -> Tests:
+    import xml.etree.ElementTree as ET
+
+    from coverage import CoverageData
+
+    lines: dict[str, dict[int, set[str]]] = {path: {0: set()} for path in targets}
+    seconds: dict[str, float] = {}
+    for file in tests:
+        data_file, durations = _results(work, file)
+        if not data_file.exists():
+            continue
+        data = CoverageData(str(data_file))
+        data.read()
+        for path in targets:
+            for line, contexts in data.contexts_by_lineno(str(root / path)).items():
+                named = {context for context in contexts if context}
+                lines[path].setdefault(line, set()).update(named)
+                lines[path][0] |= named
+        for case in ET.parse(durations).iter("testcase"):
+            seconds[f"{file}::{case.get('name')}"] = float(case.get("time", "1"))
+    listed = {path: {line: sorted(found) for line, found in of.items() if found} for path, of in lines.items()}
+    (work / "map.json").write_text(json.dumps({"lines": listed, "seconds": seconds}))
+    return Tests(listed, seconds)

@@ -1,0 +1,270 @@
+"""Draw mutants by a seed, run the tests that cover each, and say which ones nobody noticed.
+
+python -m mutants.run                 all of the sample and the named ones
+python -m mutants.run --only NAME     a few of them, by the names that the report shows
+python -m mutants.run --list          the sample, without running anything
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mutants.coverage_map import Tests, measure
+from mutants.named import NAMED
+from mutants.operators import Mutant, mutants
+from mutants.targets import ELSEWHERE, NOT_RUN, TARGETS
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / ".mutants"
+HERE = ROOT / "mutants"
+SEED = 20261118
+SAMPLE = 320
+BUDGET = 90.0
+"""Seconds of tests that one mutant gets, by the durations that were measured without a fault."""
+WANTED = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    name: str
+    path: str
+    scope: str
+    line: int
+    before: str
+    after: str
+    result: str
+    """caught, survived, timeout (a fault that hangs is caught) or uncovered"""
+    by: str = ""
+    """the test that failed"""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, mutant: Mutant, result: str, by: str = "", seconds: float = 0.0) -> Outcome:
+        place = (mutant.name, mutant.path, mutant.scope, mutant.line)
+        return cls(*place, mutant.before, mutant.after, result, by, seconds)
+
+    @property
+    def caught(self) -> bool:
+        return self.result in ("caught", "timeout")
+
+
+def sample(root: Path = ROOT) -> list[Mutant]:
+    """The drawn mutants: the first of all in an order that depends on the seed and on each mutant's name alone."""
+    every = [mutant for path in targets(root) for mutant in mutants(path, (root / path).read_bytes())]
+    return sorted(every, key=lambda mutant: mutant.rank(SEED))[:SAMPLE]
+
+
+def targets(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for pattern in TARGETS for path in root.glob(pattern))
+
+
+def test_files(root: Path) -> list[str]:
+    files = sorted(str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py"))
+    return [file for file in files if Path(file).name not in NOT_RUN]
+
+
+# ── one mutant ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chosen(mutant: Mutant, tests: Tests) -> list[str]:
+    """The tests that a mutant gets, the quickest first."""
+    found, spent = [], 0.0
+    for test in tests.of(mutant.path, mutant.line):
+        found.append(test)
+        spent += tests.seconds.get(test, 1.0)
+        if spent > BUDGET:
+            break
+    return [*found, *ELSEWHERE.get(mutant.path, ())]
+
+
+def judged(mutant: Mutant, tree: Path, tests: Tests) -> Outcome:
+    """Put the fault into a copy of the tree, run its tests in a forked process, and take the fault out again."""
+    asked, file, started = chosen(mutant, tests), tree / mutant.path, time.monotonic()
+    result, by = "uncovered", ""
+    if asked:
+        source = file.read_bytes()
+        file.write_bytes(mutant.applied(source))
+        try:
+            limit = 60 + 4 * sum(tests.seconds.get(test, 30.0) for test in asked)
+            result, by = _forked(asked, tree, limit)
+        finally:
+            file.write_bytes(source)
+    return Outcome.of(mutant, result, by, round(time.monotonic() - started, 1))
+
+
+def _forked(asked: Sequence[str], tree: Path, limit: float) -> tuple[str, str]:
+    child = os.fork()
+    log = tree / "mutant.log"
+    if child == 0:
+        os.setsid()
+        _pytest(asked, tree, log)
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            _end(child)
+            code = os.waitstatus_to_exitcode(status)
+            return ("survived", "") if code == 0 else ("caught", _first_failure(log))
+        time.sleep(0.05)
+    _end(child)
+    os.waitpid(child, 0)
+    return "timeout", ""
+
+
+def _end(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _pytest(asked: Sequence[str], tree: Path, log: Path) -> None:
+    """Never returns: the forked process ends here."""
+    code = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = str(tree / "src")
+        sys.path[:0] = [str(tree / "src"), str(tree / "tests"), str(tree)]
+        import pytest
+
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=line"]
+        code = int(pytest.main([*options, f"--rootdir={tree}", *asked]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _first_failure(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:300]
+
+
+# ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def copy_of_tree(number: int) -> Path:
+    """A tree of a worker's own. Its bytecode is checked by content: faults come and go within a second."""
+    tree = Path(tempfile.mkdtemp(prefix=f"mutants-{number}-"))
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in files.split("\0"):
+        if name and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "src", "tests"]
+    subprocess.run(command, cwd=tree, check=True)
+    return tree
+
+
+def _prepare() -> None:
+    """What every test needs and no fault touches: imported once, before the forks."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    import hypothesis  # noqa: F401
+    import peft  # noqa: F401
+    import pyarrow  # noqa: F401
+    import pydantic  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def _work(number: int, jobs: multiprocessing.SimpleQueue, results: multiprocessing.SimpleQueue, tests: Tests) -> None:
+    _prepare()
+    tree = copy_of_tree(number)
+    try:
+        while (mutant := jobs.get()) is not None:
+            results.put(judged(mutant, tree, tests))
+    finally:
+        shutil.rmtree(tree, ignore_errors=True)
+
+
+def run(drawn: Sequence[Mutant], tests: Tests, workers: int) -> list[Outcome]:
+    context = multiprocessing.get_context("spawn")
+    jobs, results = context.SimpleQueue(), context.SimpleQueue()
+    processes = [context.Process(target=_work, args=(n, jobs, results, tests)) for n in range(workers)]
+    for process in processes:
+        process.start()
+    for mutant in drawn:
+        jobs.put(mutant)
+    for _ in processes:
+        jobs.put(None)
+    outcomes: list[Outcome] = []
+    for number in range(len(drawn)):
+        outcome: Outcome = results.get()
+        outcomes.append(outcome)
+        with (WORK / "outcomes.jsonl").open("a") as log:
+            log.write(json.dumps(asdict(outcome)) + "\n")
+        mark = "·" if outcome.caught else f"\n{outcome.result}: {_where(outcome)}\n"
+        print(mark, end="" if (number + 1) % 80 else "\n", flush=True)
+    for process in processes:
+        process.join()
+    return outcomes
+
+
+def _where(outcome: Outcome) -> str:
+    before, after = (" ".join(text.split()) for text in (outcome.before, outcome.after))
+    return f"{outcome.name} {outcome.path}:{outcome.line} {outcome.scope}: {before}  →  {after}"
+
+
+def report(outcomes: Iterable[Outcome]) -> int:
+    """Print the table, write the record, and return the exit code."""
+    outcomes = sorted(outcomes, key=lambda outcome: (outcome.path, outcome.line, outcome.name))
+    accepted: dict[str, str] = json.loads((HERE / "accepted.json").read_text())
+    counts = Counter(outcome.result for outcome in outcomes)
+    caught = sum(outcome.caught for outcome in outcomes)
+    left = [outcome for outcome in outcomes if not outcome.caught]
+    unknown = [outcome for outcome in left if outcome.name not in accepted]
+    print(f"\n{len(outcomes)} mutants, {caught} caught ({caught / max(len(outcomes), 1):.1%}): {dict(counts)}")
+    for outcome in left:
+        print(f"  {_where(outcome)}\n      {accepted.get(outcome.name, 'NOT EXPLAINED in mutants/accepted.json')}")
+    for name in sorted(set(accepted) - {outcome.name for outcome in outcomes}):
+        print(f"  accepted.json names {name}, which is not in the sample any more")
+    survivors = [
+        {"name": out.name, "where": f"{out.path}:{out.scope}", "before": out.before, "after": out.after}
+        | {"why": accepted.get(out.name)}
+        for out in left
+    ]
+    record = {"seed": SEED, "mutants": len(outcomes), "caught": caught, "survivors": survivors}
+    (HERE / "results.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return 1 if unknown or caught < WANTED * len(outcomes) else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="names of mutants to run")
+    parser.add_argument("--list", action="store_true", help="print the sample and stop")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    drawn = [*(named.mutant(ROOT) for named in NAMED), *sample()]
+    if args.only:
+        drawn = [mutant for mutant in drawn if mutant.name in args.only]
+    if args.list:
+        for mutant in drawn:
+            print(_where(Outcome.of(mutant, "")))
+        return
+    tests = measure(ROOT, WORK, targets(ROOT), test_files(ROOT))
+    outcomes = run(drawn, tests, args.workers)
+    if not args.only:
+        sys.exit(report(outcomes))
+
+
+if __name__ == "__main__":
+    main()
