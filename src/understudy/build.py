@@ -148,7 +148,7 @@ def teacher_engine(config: Config, name: str, model: CausalLM, vocabulary: int) 
         slots=config.engine.slots,
         context=config.engine.context,
         batch_tokens=settings.batch_tokens,
-        temperature=settings.temperature,
+        temperature=config.teacher_temperature(name),
         vocabulary=vocabulary,
         prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
     )
@@ -161,7 +161,7 @@ def has_reference(config: RunConfig) -> bool:
 def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> TorchEngine:
     """The student as it was before training."""
     model = _frozen(CausalLM(load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)))
-    temperature = config.rollout.temperature or 1.0
+    temperature = config.student_temperature
     return TorchEngine(model, context=config.engine.context, temperature=temperature, vocabulary=vocabulary)
 
 
@@ -194,11 +194,11 @@ def learner(
         cut=Limits(
             micro_batch_tokens=config.optimizer.micro_batch_tokens,
             logit_tokens=config.optimizer.logit_tokens,
-            temperature=config.rollout.temperature or 1.0,
+            temperature=config.student_temperature,
             vocabulary=vocabulary,
         ),
         clip_norm=config.optimizer.clip_norm,
-        measures=TeacherMeasures(heads) if heads else PlainMeasures(),
+        measures=TeacherMeasures([head.neutral() for head in heads]) if heads else PlainMeasures(),
         ranks=ranks,
     )
 
@@ -229,12 +229,12 @@ def _trainable(model: CausalLM, settings: Optimizer) -> Trainable:
 
 def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -> TeacherHead:
     """What expands a teacher's hidden states to its distribution over the shared vocabulary."""
-    temperature = config.teachers[name].temperature
 
-    def expand(hidden: Tensor) -> Tensor:
-        return log_probs(head(hidden, vocabulary), temperature)
+    def at(temperature: float) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: log_probs(head(hidden, vocabulary), temperature)
 
-    return TeacherHead(name, expand)
+    training, evaluation = config.teacher_temperature(name), config.teacher_temperature(name, student=1.0)
+    return TeacherHead(name, at(training), at(evaluation) if evaluation != training else None)
 
 
 # ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────

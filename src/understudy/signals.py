@@ -35,7 +35,7 @@ def build_algorithm(config: RunConfig, heads: Sequence[TeacherHead] = ()) -> Alg
     chosen, policy = config.algorithm, policy_settings(config)
     if isinstance(chosen, Distill):
         _check_objective(chosen)
-        return distill(
+        algorithm = distill(
             objective=chosen.objective,
             payload=chosen.payload,
             form=chosen.form,
@@ -47,6 +47,7 @@ def build_algorithm(config: RunConfig, heads: Sequence[TeacherHead] = ()) -> Alg
             task_weight=chosen.task_weight,
             heads=heads,
         )
+        return replace(algorithm, note=algorithm.note + _temperatures(config))
     if isinstance(chosen, Grpo):
         return grpo(policy)
     in_reward = chosen.kl if chosen.kl_in == "reward" else 0.0
@@ -59,6 +60,21 @@ def build_algorithm(config: RunConfig, heads: Sequence[TeacherHead] = ()) -> Alg
             kl_in_reward=in_reward,
         )
     return reinforce_plus_plus(policy, discount=chosen.discount, kl_in_reward=in_reward)
+
+
+def _temperatures(config: Config) -> str:
+    """What the run's first line adds where student and teacher are compared at different temperatures."""
+    student = config.student_temperature
+    others = {name: config.teacher_temperature(name) for name in config.teachers}
+    others = {name: temperature for name, temperature in others.items() if temperature != student}
+    if not others:
+        return ""
+    listed = ", ".join(f"teacher {name} at {temperature:g}" for name, temperature in others.items())
+    return (
+        f"; temperatures differ: the student is taken at {student:g} (rollout.temperature), {listed}, so a student "
+        "that equals its teacher still moves; "
+        f"teachers.{next(iter(others))}.temperature: match takes both at {student:g}"
+    )
 
 
 def _painting(config: DiffusionConfig) -> Algorithm:

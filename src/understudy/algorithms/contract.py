@@ -23,6 +23,12 @@ class TeacherHead:
 
     name: str
     log_probs: Callable[[Tensor], Tensor]
+    measured: Callable[[Tensor], Tensor] | None = None
+    """the same for evaluation, if that is another: of a teacher whose temperature is the student's"""
+
+    def neutral(self) -> TeacherHead:
+        """For evaluation, which takes the student at temperature 1."""
+        return self if self.measured is None else TeacherHead(self.name, self.measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ Fields carry `read_when` where only some runs read them: `config show` leaves th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from understudy.config.algorithms import (
     ALGORITHMS,
@@ -83,14 +84,25 @@ class TeacherModel(Model):
 
 
 class Teacher(TeacherModel):
-    temperature: float = Field(1.0, gt=0)
-    """Temperature of the teacher's own distribution; never copied from the student."""
+    temperature: float | Literal["match"] = 1.0
+    """Temperature of the teacher's own distribution; `match` takes the student's, which no default ever does."""
     system_prompt: str | None = None
     """A system prompt only the teacher sees; `{column}` is replaced by that column of the prompt's row."""
     batch_tokens: int = Field(1024, ge=1)
     """Tokens that one scoring batch holds at most (a longer sequence is a batch of its own)."""
     max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
     """Log-probs per token that its engine can give; null is no limit, as with the embedded engine."""
+
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def _number_or_match(cls, value: Any) -> Any:
+        """One complaint instead of one for each type that the value could have had."""
+        try:
+            if value == "match" or (not isinstance(value, bool) and 0 < float(value) < math.inf):
+                return value
+        except (TypeError, ValueError):
+            pass
+        raise ValueError(f"must be a number above 0, or match for the student's temperature, got {value!r}")
 
 
 def _reads_truth(config: Any) -> bool:
@@ -396,6 +408,29 @@ class Config(RunConfig):
         if len(self.teachers) > 1 and self.data.teacher_column is None:
             raise ValueError(
                 f"{len(self.teachers)} teachers need data.teacher_column, the column that names each row's teacher"
+            )
+        return self
+
+    @property
+    def student_temperature(self) -> float:
+        """Temperature of the distribution that is trained. Greedy rollouts are learned from at temperature 1."""
+        return self.rollout.temperature or 1.0
+
+    def teacher_temperature(self, name: str, student: float | None = None) -> float:
+        """Temperature of a teacher's distribution beside a student at `student`: in training, unless said otherwise."""
+        own = self.teachers[name].temperature
+        if own == "match":
+            return self.student_temperature if student is None else student
+        return own
+
+    @model_validator(mode="after")
+    def _matches(self) -> Config:
+        """A temperature to match must be one."""
+        matching = [name for name, teacher in self.teachers.items() if teacher.temperature == "match"]
+        if matching and self.rollout.temperature == 0:
+            raise ValueError(
+                f"teachers.{matching[0]}.temperature: match needs a rollout.temperature above 0: greedy answers have "
+                "no temperature that a teacher could take; give the teacher a number"
             )
         return self
 
