@@ -6,6 +6,7 @@ sampled token can be enumerated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from understudy.algorithms.distill import choose_payload, distill, expand
 from understudy.algorithms.measures import TeacherMeasures
 from understudy.algorithms.objectives import OBJECTIVES, Settings
 from understudy.algorithms.policy import PolicySettings
+from understudy.certify import textbook
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import COLUMNS, Batch
 from understudy.losses import distillation
@@ -114,6 +116,71 @@ def gradient_of(divergence: str, logits: Tensor, teacher: Tensor) -> Tensor:
     functions = {"reverse_kl": distillation.reverse_kl, "forward_kl": distillation.forward_kl}
     value = functions[divergence](leaf.log_softmax(-1), teacher.log_softmax(-1))
     return torch.autograd.grad(value.sum(), leaf)[0]
+
+
+# ── sharp teachers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+SHARP = 30.0
+"""Times the logits of a teacher: its log-probs go down to about −150."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd", "skewed_kl"])
+def test_the_full_payload_is_exact_however_sharp_the_teacher(objective: str, seed: int) -> None:
+    """Against float64, without a floor. A floor of −30 is off by several percent here, and says so."""
+    logits, teacher = random(3, VOCABULARY, seed=seed), SHARP * random(3, VOCABULARY, seed=seed + 50)
+    assert float(teacher.log_softmax(-1).min()) < -60
+    ids = torch.zeros(3, dtype=torch.int64)
+    leaf = logits.double().requires_grad_()
+    q, p = leaf.log_softmax(-1), teacher.double().log_softmax(-1)
+    term = textbook.DIVERGENCES[objective](q, p, Settings())
+    (expected,) = torch.autograd.grad(term.sum(), leaf)
+    out, slope = evaluate(build(objective=objective), logits, ids, teacher)
+    assert float((slope - expected).norm() / expected.norm()) < 1e-5
+    assert float(out.per_action["loss"].sum()) == pytest.approx(float(term.detach().sum()), rel=1e-5)
+    assert float(out.per_action["floored"].sum()) == 0
+    assert "count as" not in build(objective=objective).note
+    if objective == "reverse_kl":
+        raised = build(objective=objective, settings=Settings(floor=-30.0))
+        out, slope = evaluate(raised, logits, ids, teacher)
+        assert float((slope - expected).norm() / expected.norm()) > 1e-2
+        assert float(out.per_action["floored"].sum()) > 0
+        assert "teacher log-probs below -30 count as -30" in raised.note
+
+
+@pytest.mark.parametrize("objective", ["k2", "k3"])
+def test_estimates_have_their_mean_gradient_however_sharp_the_teacher(objective: str) -> None:
+    logits, teacher = random(3, VOCABULARY, seed=1), SHARP * random(3, VOCABULARY, seed=2)
+    target = {"k2": "reverse_kl", "k3": "forward_kl"}[objective]
+    leaf = logits.double().requires_grad_()
+    term = textbook.DIVERGENCES[target](leaf.log_softmax(-1), teacher.double().log_softmax(-1), Settings())
+    (expected,) = torch.autograd.grad(term.sum(), leaf)
+    found = mean_gradient(build(objective=objective), logits, teacher)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("payload", ["top_k", "student_top_k", "union"])
+@pytest.mark.parametrize("k", [2, VOCABULARY])
+def test_an_outcome_that_is_not_there_is_not_floored(payload: str, k: int) -> None:
+    """Ids that are named twice, and a rest of which nothing is left."""
+    logits, teacher = random(4, VOCABULARY, seed=3), random(4, VOCABULARY, seed=4)
+    ids, own = torch.zeros(4, dtype=torch.int64), logits.topk(k, dim=-1).indices
+    for lowered in (False, True):
+        if lowered:
+            teacher = teacher.scatter(-1, own[:, :1], -math.inf)
+        logp = teacher.log_softmax(-1)
+        top = logp.topk(k, dim=-1)
+        columns = {
+            **columns_for(ids, teacher, torch.zeros(4), k),
+            "teacher_topk_logp": top.values,
+            "student_topk_ids": own,
+            "teacher_given_logp": logp.gather(-1, own),
+        }
+        (loss,) = build(objective="reverse_kl", payload=payload, top_k=k).losses
+        found = loss(student_out(logits, ids), columns)
+        named = payload != "top_k" or k == VOCABULARY
+        assert found.per_action["floored"].tolist() == [float(lowered and named)] * 4
+        assert bool(torch.isfinite(found.total))
 
 
 # ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from understudy.losses.distillation import FLOOR, buckets, forward_kl, jsd, k1, k2, k3, reverse_kl, teacher_buckets
+from understudy.losses.distillation import (
+    FLOOR,
+    RATIO_LIMIT,
+    buckets,
+    forward_kl,
+    jsd,
+    k1,
+    k2,
+    k3,
+    reverse_kl,
+    teacher_buckets,
+)
 from understudy.losses.policy_gradient import dual_clip
 
 Full = Callable[[Tensor, Tensor], Tensor]
@@ -292,7 +303,7 @@ def test_k3_has_a_gradient_however_far_the_ratio(gap: float) -> None:
     leaf = torch.tensor([-gap], requires_grad=True)
     k3(leaf, torch.tensor([0.0])).sum().backward()
     assert leaf.grad is not None
-    assert float(leaf.grad) == pytest.approx(1 - math.exp(min(gap, -FLOOR)), rel=1e-5)
+    assert float(leaf.grad) == pytest.approx(1 - math.exp(min(gap, RATIO_LIMIT)), rel=1e-5)
 
 
 # ── extremes ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -93,12 +93,21 @@ class Divergence:
         seen = {
             "teacher_logp": columns["teacher_logp"],
             "settled": settled.float(),
-            "floored": (teacher < self.settings.floor).any(-1).float(),
+            "floored": self._floored(teacher, repeated, log_probs.shape[-1]),
             "teacher_mass": present.exp().sum(-1),
             **_student_mass(log_probs.detach(), ids, repeated, columns),
             **common(out, columns),
         }
         return value, seen
+
+    def _floored(self, teacher: Tensor, repeated: Tensor | None, vocabulary: int) -> Tensor:
+        """float [actions]: 1 where the floor applied to an outcome that there is. Ids that are named twice, and the
+        rest where every id is named, are none."""
+        low = teacher < self.settings.floor
+        if repeated is None:
+            return low[:, :vocabulary].any(-1).float()
+        low[:, : repeated.shape[-1]] &= ~repeated
+        return low.any(-1).float()
 
 
 def named_by(payload: Payload, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -221,6 +230,7 @@ def distill(
         payload=chosen,
         losses=tuple(losses),
         note=f"{objective} ({form}), payload {chosen}: {exactness(chosen_objective, chosen, form, discount)}"
+        + _raised_floor(settings)
         + (f"; plus task rewards, weight {task_weight:g}" if task_weight > 0 else ""),
         top_k=top_k if chosen in BUCKETED else 0,
         derives=("old_logp",) if policy.needs_old_logp and (task_weight > 0 or form != "supervised") else (),
@@ -228,6 +238,13 @@ def distill(
         over_columns=over_columns,
         aggregate=aggregator(policy) if form == "policy_gradient" or task_weight > 0 else None,
     )
+
+
+def _raised_floor(settings: Settings) -> str:
+    """What is said of a floor that may apply to tokens which the teacher does not exclude."""
+    if settings.floor <= distillation.FLOOR:
+        return ""
+    return f"; teacher log-probs below {settings.floor:g} count as {settings.floor:g} (algorithm.log_prob_floor)"
 
 
 def exactness(objective: Objective, payload: Payload, form: Form, discount: int) -> str:

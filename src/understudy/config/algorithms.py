@@ -87,8 +87,9 @@ class Distill(Policy):
     """Weight of the teacher in the mixture of jsd."""
     alpha: Annotated[float, ReadWhen({"algorithm.objective": ("skewed_kl",)})] = Field(0.1, gt=0, lt=1)
     """Weight of the teacher in the mixture of skewed_kl."""
-    log_prob_floor: float = Field(-30.0, lt=0)
-    """Teacher log-probs are not taken below this; where it applies is counted."""
+    log_prob_floor: float = Field(-1000.0, lt=0)
+    """Teacher log-probs are not taken below this, as those of tokens it excludes are −inf; where it applies is counted
+    as `floored`. A higher floor weighs such tokens less, and takes log-probs for larger than they are."""
     form: Literal["supervised", "policy_gradient"] = "supervised"
     """supervised differentiates the divergence; policy_gradient makes its negative the sampled token's advantage."""
     discount: Annotated[Literal[0, 1], _policy_gradient] = 0

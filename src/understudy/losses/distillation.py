@@ -10,9 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FLOOR = -30.0
-"""Teacher log-probs are not taken below this by default, so that one excluded token does not make a divergence
-infinite; nor is the log-ratio of k3 followed exponentially above its negative."""
+FLOOR = -1000.0
+"""Teacher log-probs are not taken below this by default, so that one excluded token (log-prob −inf) does not make a
+divergence infinite. The log-softmax of a model's finite logits does not get there: those are taken as they are."""
+RATIO_LIMIT = 30.0
+"""The log-ratio of k3 is not followed exponentially above this."""
+NOTHING = -60.0
+"""Log-prob of the student's rest where every id is named."""
 
 
 def reverse_kl(student_logp: Tensor, teacher_logp: Tensor, floor: float = FLOOR) -> Tensor:
@@ -67,7 +71,7 @@ def buckets(log_probs: Tensor, ids: Tensor, repeated: Tensor | None = None) -> T
     if ids.shape[-1] >= log_probs.shape[-1] and repeated is None:
         return torch.cat([named, torch.full_like(named[:, :1], ABSENT)], dim=-1)
     rest = log_probs.scatter(-1, ids, float("-inf")).logsumexp(-1, keepdim=True)
-    rest = rest.masked_fill(rest == float("-inf"), 2 * FLOOR)  # every id is named: nothing is left, but finitely
+    rest = rest.masked_fill(rest == float("-inf"), NOTHING)  # every id is named: nothing is left, but finitely
     return torch.cat([named, rest], dim=-1)
 
 
@@ -112,7 +116,7 @@ def k2(student_logp: Tensor, teacher_logp: Tensor, floor: float = FLOOR) -> Tens
 def k3(student_logp: Tensor, teacher_logp: Tensor, floor: float = FLOOR) -> Tensor:
     """r − 1 − log r with r = p/q: unbiased and never negative; differentiated, it follows KL(p‖q) instead."""
     log_ratio = teacher_logp.clamp_min(floor) - student_logp
-    bounded = log_ratio.clamp_max(-FLOOR)
+    bounded = log_ratio.clamp_max(RATIO_LIMIT)
     # Above e^30 the ratio goes on as its tangent: it would overflow, and a plain clamp would have no gradient.
     return torch.expm1(bounded) + bounded.exp() * (log_ratio - bounded) - log_ratio
 
