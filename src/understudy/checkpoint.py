@@ -117,10 +117,11 @@ class CheckpointStore:
         return mark if mark is not None and mark.step in paths else None
 
     def mark_best(self, step: int, measure: str | None = None, value: float | None = None) -> None:
-        """Name the best checkpoint; the one named before loses its protection at the next save."""
+        """Name the best checkpoint, durably; the one named before goes, unless it is among the last `keep`."""
         self.named(name_of(step))
         with self._explained(f"{name_of(step)} could not be marked as best"):
             self._write_mark(Best(step, measure, value))
+            self._prune()
 
     def save(
         self,
@@ -157,9 +158,7 @@ class CheckpointStore:
                 self._write_mark(mark)
             self.recover()
             self._forget_after(step)
-            best_now = self.best_mark()
-            kept = {*self.steps()[-self.keep :], *([best_now.step] if best_now else [])}
-            self._drop(old for old in self.steps() if old not in kept)
+            self._prune()
         return target
 
     def rewind(self, step: int) -> None:
@@ -217,6 +216,12 @@ class CheckpointStore:
             before = state.best_before if state is not None else None
             self._write_mark(before if before is not None and before.step <= step else None)
         self._drop(reversed(later))
+
+    def _prune(self) -> None:
+        """Keep the last ones and the best one."""
+        best = self.best_mark()
+        kept = {*self.steps()[-self.keep :], *([best.step] if best else [])}
+        self._drop(old for old in self.steps() if old not in kept)
 
     def _drop(self, steps: Iterable[int]) -> None:
         """Take the name away first: a directory that is half deleted must not look like a checkpoint."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +14,13 @@ from safetensors.torch import save_file
 from understudy.algorithms.contract import Episodes
 from understudy.checkpoint import Best
 from understudy.config.load import dump
+from understudy.config.measures import best_measure, held_out
 from understudy.config.schema import Distill, RunConfig, TextRollout
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Prompt
 from understudy.errors import UserError
 from understudy.learner.update import NonFiniteLoss
+from understudy.optimizer_state import pack_rng, unpack_rng
 from understudy.queue.contract import BatchRef
 from understudy.record.display import final_table
 from understudy.record.images import ImageRecord
@@ -29,6 +30,7 @@ from understudy.record.writers import MetricWriter, TensorBoardWriter, WandbWrit
 from understudy.signals import part_means, reward_weights
 
 if TYPE_CHECKING:
+    from understudy.evaluate import Evaluates
     from understudy.train import Run
 
 Writers = list[MetricWriter]
@@ -68,15 +70,29 @@ def writing(run: Run) -> Iterator[None]:
             writer.close()
 
 
+def due(run: Run) -> bool:
+    """An evaluation belongs to this step."""
+    every = run.parts.config.validation.every
+    return run.step in (0, run.parts.config.steps) or (every > 0 and run.step % every == 0)
+
+
 async def validate(run: Run) -> None:
-    """Evaluate and write it down; the evaluation before the first step is made once in the life of a run."""
+    """Evaluate, write it down and mark the best checkpoint. An evaluation is made once in the life of a run: one that
+    is recorded, in a run that was resumed, is not made again."""
     if run.evaluator is None:
         return
-    if run.step == 0 and any(measured.step == 0 for measured in run.directory.load_validations()):
-        return
+    if not any(measured.step == run.step for measured in run.directory.load_validations()):
+        await _evaluate(run, run.evaluator)
+    if run.step > 0:
+        await mark_best(run)
+
+
+async def _evaluate(run: Run, evaluator: Evaluates) -> None:
+    rng = pack_rng()  # checkpoints are made before: what comes after them must not depend on an evaluation
     with run.display.phase("evaluate"):
         async with run.parts.backstage.averaged(run.version):
-            evaluation = await run.evaluator()
+            evaluation = await evaluator()
+    unpack_rng(*rng)
     await run.parts.backstage.seconds()  # so that the next step does not count them
     await run.parts.backstage.timeline()
     if evaluation.pictures is not None:
@@ -195,32 +211,35 @@ def _row(columns: Mapping[str, Ragged], name: str, number: int) -> tuple[float, 
     return tuple(columns[name].row(number).tolist()) if name in columns else None
 
 
-async def save(run: Run) -> Path:
-    """A checkpoint of this step; the best one is marked by the measure that the recipe names."""
-    measure = best_measure(run.parts.config)
-    value, best = _best(run, measure)
+async def save(run: Run, mark: Best | None = None) -> None:
+    """A checkpoint of this step, once; `mark` makes it the best one in the same moment."""
+    if run.saved == run.step:
+        return
     state = {"version": run.version, "data": run.parts.stream.state(), "failures": run.failures}
-    mark = Best(run.step, measure, value) if best else None
-    return await run.parts.backstage.save(run.checkpoints, run.step, state, mark)
+    await run.parts.backstage.save(run.checkpoints, run.step, state, mark)
+    run.saved = run.step
 
 
-def best_measure(config: RunConfig) -> str:
-    """The validation measure that marks the best checkpoint."""
-    return config.checkpoint.best or ("kl" if isinstance(config.algorithm, Distill) else "reward")
+async def mark_best(run: Run) -> None:
+    """Mark the checkpoint whose own evaluation is the best. If that is the step at hand, it is saved for it.
 
-
-HIGHER_IS_BETTER = ("reward", "top1_agreement", "accuracy", "gold_accuracy")
-
-
-def _best(run: Run, measure: str) -> tuple[float | None, bool]:
-    """The measure at this step, and whether no marked checkpoint has a better one."""
-    now = [m.metrics.get(measure) for m in run.directory.load_validations() if m.step == run.step]
-    if not now or now[0] is None or not math.isfinite(now[0]):
-        return None, False
-    mark = run.checkpoints.best_mark()
-    if mark is None or mark.value is None:
-        return now[0], True
-    return now[0], now[0] > mark.value if measure in HIGHER_IS_BETTER else now[0] < mark.value
+    Everything is decided from the record, so a run that was killed before it got here comes to the same mark.
+    """
+    measure = best_measure(run.parts.config)
+    if measure is None:
+        return
+    there = {*run.checkpoints.steps(), run.step} - {0}
+    values = {m.step: m.metrics.get(measure, math.nan) for m in run.directory.load_validations() if m.step in there}
+    finite = {step: value for step, value in values.items() if math.isfinite(value)}
+    if not finite:
+        return
+    sign = 1 if held_out(run.parts.config)[measure] == "higher" else -1
+    step = max(finite, key=lambda step: (sign * finite[step], -step))
+    mark = Best(step, measure, finite[step])
+    if step == run.step and run.saved != step:
+        await save(run, mark)
+    elif mark != run.checkpoints.best_mark():
+        run.checkpoints.mark_best(step, measure, finite[step])
 
 
 async def restore(run: Run) -> None:
@@ -233,7 +252,7 @@ async def restore(run: Run) -> None:
         return
     found = await run.parts.backstage.restore(run.checkpoints.latest())
     run.parts.stream.restore(found.state["data"])
-    run.step, run.version = found.step, found.state["version"]
+    run.step, run.saved, run.version = found.step, found.step, found.state["version"]
     run.failures = list(found.state["failures"])
     run.directory.rewind(found.step)
     run.directory.keep_config(dump(run.parts.config))

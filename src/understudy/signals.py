@@ -18,6 +18,7 @@ from understudy.algorithms.objectives import OBJECTIVES, Settings
 from understudy.algorithms.policy import PolicySettings
 from understudy.algorithms.ppo import ppo, reinforce_plus_plus
 from understudy.config.diffusion import DiffusionConfig, FlowDistill, FlowGrpo
+from understudy.config.measures import reward_measure
 from understudy.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement, RunConfig
 from understudy.data.trajectory import Episode, Trajectory
 from understudy.errors import CannotJudge, UserError
@@ -199,7 +200,7 @@ def part_means(parts: Tensor, weights: Mapping[str, float]) -> dict[str, float]:
     measure of that NAME. `parts` [episodes, rewards]."""
     if len(weights) < 2 or len(parts) == 0:
         return {}
-    named = [f"reward_{name}" if weight else name for name, weight in weights.items()]
+    named = [reward_measure(name, weight) for name, weight in weights.items()]
     return dict(zip(named, parts.nanmean(0).tolist(), strict=True))
 
 

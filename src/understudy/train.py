@@ -46,6 +46,8 @@ class Run:
     writers: history.Writers = field(default_factory=list)
     step: int = 0
     version: int = 0
+    saved: int = 0
+    """step of the last checkpoint"""
     stopping: bool = False
     replaced: int = 0
     failures: list[str] = field(default_factory=list)
@@ -103,14 +105,15 @@ async def all_steps(run: Run, *, resumed: bool = False) -> None:
             await history.restore(run)
         with history.writing(run), on_interrupt(run.stop):
             await run.parts.backstage.publish(run.version)
-            if run.step == 0:
+            if history.due(run):  # before the first step, or after one that was killed before its evaluation
                 await history.validate(run)
             while run.step < config.steps and not run.stopping:
                 await step(run)
-                last, every = run.step == config.steps, config.validation.every
-                if last or (every and run.step % every == 0):
+                if run.step == config.steps or run.stopping or run.step % config.checkpoint.every == 0:
+                    await history.save(run)
+                if history.due(run):
                     await history.validate(run)
-                if last or run.stopping or run.step % config.checkpoint.every == 0:
+                if run.stopping:
                     await history.save(run)
         run.counts = await run.parts.backstage.counts()
 

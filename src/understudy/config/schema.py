@@ -23,6 +23,7 @@ from understudy.config.algorithms import (
     Reinforcement,
 )
 from understudy.config.base import ON_RAY, ReadWhen, Section
+from understudy.config.measures import best_mistake
 from understudy.config.pools import fill_pools, pool_mistakes
 
 __all__ = [
@@ -284,11 +285,12 @@ class Optimizer(UpdateRule):
 
 class Checkpoint(Section):
     every: int = Field(10, ge=1)
-    """Save every so many steps; the last step is always saved."""
+    """Save every so many steps; the last step and a step whose evaluation is the best so far are always saved."""
     keep: int = Field(2, ge=1)
     """Checkpoints to keep besides the best one."""
     best: Annotated[str | None, ReadWhen({"validation.every": bool})] = None
-    """Validation measure that marks the best checkpoint; unset is kl (lowest) for distill, else reward (highest)."""
+    """Validation measure that marks the best checkpoint: kl, kl_fixed (lowest), top1_agreement, reward, reward_NAME, or
+    the name of a reward of weight 0 (highest); unset is kl for distill, else reward."""
 
 
 class Record(Section):
@@ -357,6 +359,12 @@ class RunConfig(Section):
             fill_pools(self, Pool())
             if mistakes := list(pool_mistakes(self)):
                 raise ValueError("\n  ".join(mistakes))
+        return self
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        if mistake := best_mistake(self):
+            raise ValueError(mistake)
         return self
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from understudy.config.measures import DIRECTIONS, Better
+
 PHASE = "seconds/"
 """prefix of phase times"""
 
@@ -23,20 +25,19 @@ class Measure:
     unit: str = ""
     change: Literal["percent", "points", "difference"] = "difference"
     """points: the metric is a share, shown in percent"""
-    better: Literal["lower", "higher", "neither"] = "neither"
 
 
 _KNOWN = {
-    "reward": Measure("Reward", "", "difference", "higher"),
-    "accuracy": Measure("Accuracy", "", "points", "higher"),
-    "gold_accuracy": Measure("Accuracy, independent judge", "", "points", "higher"),
-    "kl": Measure("KL(student‖teacher)", "nats/token", "percent", "lower"),
-    "kl_fixed": Measure("KL(teacher‖student), fixed text", "nats/token", "percent", "lower"),
-    "top1_agreement": Measure("Top-1 agreement", "", "points", "higher"),
-    "loss": Measure("Loss", "", "percent", "lower"),
+    "reward": Measure("Reward"),
+    "accuracy": Measure("Accuracy", "", "points"),
+    "gold_accuracy": Measure("Accuracy, independent judge", "", "points"),
+    "kl": Measure("KL(student‖teacher)", "nats/token", "percent"),
+    "kl_fixed": Measure("KL(teacher‖student), fixed text", "nats/token", "percent"),
+    "top1_agreement": Measure("Top-1 agreement", "", "points"),
+    "loss": Measure("Loss", "", "percent"),
     "entropy": Measure("Entropy", "nats/token"),
     "length": Measure("Answer length", "tokens"),
-    "explained_variance": Measure("Explained variance of the critic", "", "difference", "higher"),
+    "explained_variance": Measure("Explained variance of the critic"),
     "grad_norm": Measure("Gradient norm"),
     "lr": Measure("Learning rate"),
     "tokens_per_second": Measure("Throughput", "tokens/s"),
@@ -47,6 +48,11 @@ _KNOWN = {
 def measure(name: str) -> Measure:
     """How to show the metric of that name."""
     return _KNOWN.get(name, Measure(name))
+
+
+def better(name: str) -> Better:
+    """Which way the metric should go; a recipe's own rewards are not judged here."""
+    return DIRECTIONS.get(name, "neither")
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -105,10 +111,10 @@ def _signed(value: float, form: str | None) -> str:
 
 def verdict(name: str, before: float, after: float) -> Literal["better", "worse", "same"]:
     """Whether the metric went where it should."""
-    better = measure(name).better
-    if better == "neither" or before == after or not (math.isfinite(before) and math.isfinite(after)):
+    wanted = better(name)
+    if wanted == "neither" or before == after or not (math.isfinite(before) and math.isfinite(after)):
         return "same"
-    return "better" if (after < before) == (better == "lower") else "worse"
+    return "better" if (after < before) == (wanted == "lower") else "worse"
 
 
 def phases(metrics: Mapping[str, float]) -> dict[str, float]:
