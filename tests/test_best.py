@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import tiny
 import tiny_paint
 import understudy
 from understudy import history
+from understudy.agent_loop.contract import LoopContext, register
 from understudy.checkpoint import CheckpointStore
 from understudy.config.measures import held_out
 from understudy.config.schema import Config
+from understudy.data.trajectory import Episode, Prompt
 from understudy.evaluate import Evaluation, Evaluator
 
 PATTERN = {"function": "pattern", "options": {"patterns": "[a-m]"}}
@@ -26,6 +30,16 @@ REWARDS = {
     "noise": {**PATTERN, "weight": -0.5},
     "gold_accuracy": {**PATTERN, "weight": 0.0},
 }
+
+
+@register("best_draws")
+class Draws:
+    """Answers are as long as a global generator says, in evaluations too."""
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> Episode:
+        tokens = context.render(prompt)
+        answer = await context.generate(tokens, replace(context.sampling, max_tokens=random.randint(2, 6)))
+        return context.episode(prompt, [context.trajectory(tokens, answer)])
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +156,11 @@ class Killed(BaseException):
 def test_a_run_killed_after_its_save_is_evaluated_and_marked_on_the_way_back(
     root: Path, before: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = {"validation": {"every": 2}, "checkpoint": {"every": 2, "keep": 1}}
+    sections = {
+        "rollout": {"agent_loop": "best_draws"},
+        "validation": {"every": 2},
+        "checkpoint": {"every": 2, "keep": 1},
+    }
     if not (root / "runs" / "undisturbed").exists():
         understudy.train(tiny.config(root, name="undisturbed", **sections))
     name = f"killed-{before}-{at}"

@@ -303,7 +303,7 @@ def test_a_mistake_of_the_user_inside_a_loop_stops_the_run_as_itself(tmp_path: P
 def test_a_loop_that_raises_in_validation_stops_the_run(tmp_path: Path, plugin: str) -> None:
     prompts = str(tiny.write_prompts(tmp_path / "held.jsonl", [{"prompt": "Hi", "boom": True}]))
     settings = tiny.config(tmp_path, plugins=[plugin], rollout={"agent_loop": "fragile"}, data={"validation": prompts})
-    with pytest.raises(UserError, match=r"validation failed.*the tool broke"):
+    with pytest.raises(UserError, match=r"(?s)validation failed.*the tool broke"):
         understudy.train(settings)
 
 

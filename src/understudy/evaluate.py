@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
 from understudy.engines.contract import GenerateRequest, Sampling, Want
 from understudy.errors import UserError
-from understudy.queue.contract import BatchRef
+from understudy.queue.contract import BatchRef, SampleQueue
 from understudy.record.run_directory import EvalSample
 from understudy.rollout import Order
 from understudy.scoring import EpisodeScorer, scoring_tasks
@@ -54,6 +54,10 @@ class Evaluation:
     """what a student that writes answered"""
     pictures: Pictures | None = None
     """what one that paints made"""
+    retried: tuple[str, ...] = ()
+    """why prompts had to be run again"""
+    failed: tuple[str, ...] = ()
+    """why prompts are left out of the measures"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,84 @@ def evaluator(parts: Parts, directory: Path, progress: Progress = lambda label, 
 
         return PictureEvaluator(parts, parts.config, progress)
     return Evaluator(parts, directory, progress)
+
+
+class EvaluationFailed(UserError):
+    """More held-out prompts failed than validation.max_failed_prompts allows."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """What became of held-out prompts."""
+
+    ref: BatchRef
+    """rows of those that did not fail"""
+    retried: list[str] = field(default_factory=list)
+    """why prompts were run again"""
+
+    @property
+    def failed(self) -> list[str]:
+        """Why prompts failed for good."""
+        return [failure.reason for failure in self.ref.failed]
+
+    def metrics(self) -> dict[str, float]:
+        return {"failed_prompts": float(len(self.failed))} if self.failed else {}
+
+
+async def run_prompts(
+    parts: Parts, order: Order, prompts: Sequence[Prompt], needs: Sequence[str], tell: Callable[[], None]
+) -> Answers:
+    """Run held-out prompts, those that fail again, and leave out what fails for good. EvaluationFailed if that is more
+    than the recipe allows. `tell` is called whenever an episode ends for the first time."""
+    settings, traces = parts.config.validation, dict[str, str]()
+
+    async def run(order: Order, prompts: Sequence[Prompt]) -> BatchRef:
+        async def work() -> None:
+            async for outcome in parts.rollout.run(order, prompts):
+                if order.attempt == 0:
+                    tell()
+                if isinstance(outcome, EpisodeFailure):
+                    traces[outcome.reason] = outcome.detail
+
+        groups = [GroupKey(order.partition, prompt.uid) for prompt in prompts]
+        return await filled(parts.queue, groups, order.samples, needs, work)
+
+    found = Answers(await run(order, prompts))
+    for _ in range(settings.retries):
+        if not found.ref.failed:
+            break
+        again, order = {failure.group.uid for failure in found.ref.failed}, order.again()
+        found.retried += found.failed
+        more = await run(order, [prompt for prompt in prompts if prompt.uid in again])
+        found.ref = replace(found.ref, failed=()).joined(more)
+    if len(found.failed) > settings.max_failed_prompts or not found.ref.keys:
+        await parts.queue.clear(found.ref)
+        reasons = list(dict.fromkeys(found.failed))[:5]
+        raise EvaluationFailed(
+            f"validation failed: {len(found.failed)} of {len(prompts)} prompts, validation.max_failed_prompts allows "
+            f"{settings.max_failed_prompts}:\n  " + "\n  ".join(f"{r}\n{traces.get(r, '')}".rstrip() for r in reasons)
+        )
+    return found
+
+
+async def filled(
+    queue: SampleQueue,
+    groups: Sequence[GroupKey],
+    samples: int,
+    needs: Sequence[str],
+    work: Callable[[], Awaitable[None]],
+) -> BatchRef:
+    """Open groups, do the work that fills them, and take them. If the work raises, no group stays open: a later
+    evaluation would take it for one of its own."""
+    await asyncio.gather(*(queue.open(group, samples) for group in groups))
+    try:
+        await work()
+    except Exception:
+        for group in groups:
+            await queue.fail(group, "the evaluation was given up")
+        await queue.take(groups[0].partition, needs, len(groups))
+        raise
+    return await queue.take(groups[0].partition, needs, len(groups))
 
 
 def no_heldout() -> UserError:
@@ -120,10 +202,13 @@ class Evaluator:
         """Needs a running scheduler."""
         parts = self.parts
         await parts.backstage.forget_prefixes()
-        ref = await self._sample()
-        own = await parts.backstage.measure(ref, (*BASE, *(TEACHER if self.taught else ())))
-        batch = await parts.queue.get(ref, ("tokens", "mask", *(REWARD if parts.config.rewards else ())))
-        await parts.queue.clear(ref)
+        prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
+        answers = await self._answer(prompts)
+        try:
+            own = await parts.backstage.measure(answers.ref, (*BASE, *(TEACHER if self.taught else ())))
+            batch = await parts.queue.get(answers.ref, ("tokens", "mask", *(REWARD if parts.config.rewards else ())))
+        finally:
+            await parts.queue.clear(answers.ref)
         metrics: dict[str, float] = {}
         if self.taught:
             fixed = await parts.backstage.measure(await self._fixed_text(), (*BASE, *TEACHER))
@@ -136,29 +221,26 @@ class Evaluator:
             metrics |= part_means(batch.rows["reward_parts"][last], reward_weights(parts.config))
         metrics["entropy"] = _mean(own["entropy"])
         metrics["length"] = float(own["entropy"].lengths.double().mean())
-        return Evaluation(metrics, self._samples(batch, own["kl"] if self.taught else None))
+        samples = self._samples(prompts, batch, own["kl"] if self.taught else None)
+        metrics |= answers.metrics()
+        return Evaluation(metrics, samples, retried=tuple(answers.retried), failed=tuple(answers.failed))
 
     @property
     def taught(self) -> bool:
         return bool(self.parts.config.teachers)
 
-    async def _sample(self) -> BatchRef:
+    async def _answer(self, prompts: Sequence[Prompt]) -> Answers:
         """The student answers every held-out prompt with seeds that depend on the prompt alone."""
-        parts, total = self.parts, len(self.prompts)
-        prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
-        await asyncio.gather(*(parts.queue.open(GroupKey("validation", prompt.uid), 1) for prompt in prompts))
-        order = Order("validation", 1, parts.sampling(self.settings), FULL, parts.config.seed)
-        done = 0
-        async for outcome in parts.rollout.run(order, prompts):
-            done += 1
-            self.progress("evaluating: answers", done, total)
-            if isinstance(outcome, EpisodeFailure):
-                raise UserError(f"validation failed: {outcome.reason}\n{outcome.detail}")
-        needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if parts.config.rewards else ()))
-        ref = await parts.queue.take("validation", needs, len(prompts))
-        if ref.failed:
-            raise UserError(f"validation failed: {ref.failed[0].reason}")
-        return ref
+        order = Order("validation", 1, self.parts.sampling(self.settings), FULL, self.parts.config.seed)
+        needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if self.parts.config.rewards else ()))
+        done = itertools.count(1)
+        return await run_prompts(
+            self.parts,
+            order,
+            prompts,
+            needs,
+            lambda: self.progress("evaluating: answers", next(done), len(prompts)),
+        )
 
     async def _fixed_text(self) -> BatchRef:
         """Teacher continuations with the teacher's hidden states; the text is written once and then read. Its rows stay
@@ -166,16 +248,27 @@ class Evaluator:
         if self._fixed is None:
             rows = self._read() or await self._write()
             await self.parts.backstage.forget_prefixes()  # written or read, the text is scored alike
-            scorer = EpisodeScorer(self.parts.queue, (partial(self.parts.teachers.score, want=FULL),))
-            await asyncio.gather(*(self.parts.queue.open(GroupKey("fixed", n), 1) for n in range(len(rows))))
+            self._fixed = await self._scored(rows)
+        return self._fixed
+
+    async def _scored(self, rows: Sequence[Trajectory]) -> BatchRef:
+        """The rows in the queue, with the teacher's hidden states; all of them, or none."""
+        scorer = EpisodeScorer(self.parts.queue, (partial(self.parts.teachers.score, want=FULL),))
+
+        async def work() -> None:
             async with scoring_tasks() as tasks:
                 for number, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True)):
                     tasks.create_task(scorer(Episode(EpisodeKey("fixed", number, 0), prompt, (row,)), step=-1))
-            ref = await self.parts.queue.take("fixed", (*BASE, *TEACHER), len(rows))
-            if ref.failed:
-                raise UserError(f"validation failed: {ref.failed[0].reason}")
-            self._fixed = ref
-        return self._fixed
+
+        groups = [GroupKey("fixed", number) for number in range(len(rows))]
+        for left in range(self.settings.retries, -1, -1):
+            ref = await filled(self.parts.queue, groups, 1, (*BASE, *TEACHER), work)
+            if not ref.failed:
+                break
+            await self.parts.queue.clear(ref)
+            if left == 0:
+                raise EvaluationFailed(f"validation failed: {ref.failed[0].reason}")
+        return ref
 
     def _read(self) -> list[Trajectory] | None:
         if not self.file.exists():
@@ -222,16 +315,19 @@ class Evaluator:
         mask[len(tokens) :] = True
         return _given(torch.cat([tokens, answer.tokens]), mask)
 
-    def _samples(self, batch: Batch, divergence: Ragged | None) -> list[EvalSample]:
+    def _samples(self, prompts: Sequence[Prompt], batch: Batch, divergence: Ragged | None) -> list[EvalSample]:
         """The answer to each prompt (its first trajectory), as text with a divergence for every token (0 without a
         teacher)."""
         samples = []
         by_uid = {key.uid: row for row, key in reversed(list(enumerate(batch.keys)))}
-        for number, row in enumerate(by_uid[uid] for uid in sorted(by_uid)):
+        for number, prompt in enumerate(prompts):
+            if prompt.uid not in by_uid:
+                continue
+            row = by_uid[prompt.uid]
             ids = batch.columns["tokens"].row(row)[batch.columns["mask"].row(row)].tolist()
             pieces = tuple(self.tokenizer.pieces(ids))
             values = _floats(divergence.row(row)) if divergence is not None else (0.0,) * len(pieces)
-            samples.append(EvalSample(number, self.prompts[number].request, pieces, values))
+            samples.append(EvalSample(number, prompt.request, pieces, values))
         return samples
 
 

@@ -18,7 +18,7 @@ from understudy.config.measures import best_measure, held_out
 from understudy.config.schema import Distill, RunConfig, TextRollout
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Prompt
-from understudy.errors import UserError
+from understudy.errors import CannotJudge, UserError
 from understudy.learner.update import NonFiniteLoss
 from understudy.optimizer_state import pack_rng, unpack_rng
 from understudy.queue.contract import BatchRef
@@ -78,23 +78,43 @@ def due(run: Run) -> bool:
 
 async def validate(run: Run) -> None:
     """Evaluate, write it down and mark the best checkpoint. An evaluation is made once in the life of a run: one that
-    is recorded, in a run that was resumed, is not made again."""
+    is recorded, in a run that was resumed, is not made again.
+
+    One that fails before the first step stops the run. Later ones cost no step: the run goes on without the measures of
+    this step, and `finish` says so if it was the last one. Any other error finds the step saved.
+    """
     if run.evaluator is None:
         return
-    if not any(measured.step == run.step for measured in run.directory.load_validations()):
-        await _evaluate(run, run.evaluator)
+    try:
+        if not any(measured.step == run.step for measured in run.directory.load_validations()):
+            await _evaluate(run, run.evaluator)
+    except (UserError, CannotJudge) as error:
+        if run.step == 0:
+            raise
+        run.unmeasured[run.step] = str(error)
+        run.display.note(f"no measures of step {run.step}, the evaluation failed: {error}")
+    except Exception:
+        if run.step > 0:
+            await save(run)
+        raise
     if run.step > 0:
         await mark_best(run)
 
 
 async def _evaluate(run: Run, evaluator: Evaluates) -> None:
     rng = pack_rng()  # checkpoints are made before: what comes after them must not depend on an evaluation
-    with run.display.phase("evaluate"):
-        async with run.parts.backstage.averaged(run.version):
-            evaluation = await evaluator()
-    unpack_rng(*rng)
+    try:
+        with run.display.phase("evaluate"):
+            async with run.parts.backstage.averaged(run.version):
+                evaluation = await evaluator()
+    finally:
+        unpack_rng(*rng)
     await run.parts.backstage.seconds()  # so that the next step does not count them
     await run.parts.backstage.timeline()
+    for reason in dict.fromkeys(evaluation.retried):
+        run.display.note(f"held-out at step {run.step}: run again after a failure: {reason}")
+    for reason in evaluation.failed:
+        run.display.note(f"held-out at step {run.step}: left out of the measures: {reason}")
     if evaluation.pictures is not None:
         shown = evaluation.pictures
         images = ImageRecord(run.directory)
@@ -296,7 +316,9 @@ def finish(run: Run) -> None:
         return
     steps, validations = run.directory.load_metrics(), run.directory.load_validations()
     seconds = sum(measured.metrics["step_seconds"] for measured in steps)
-    evaluations = {"before": validations[0].metrics, "after": validations[-1].metrics} if validations else {}
+    evaluations = {"before": validations[0].metrics} if validations else {}
+    if validations and validations[-1].step == run.step:
+        evaluations["after"] = validations[-1].metrics
     counts = {name: value for name, value in run.parts.queue.counts.items() if value}
     run.directory.write_summary(
         {
@@ -305,13 +327,14 @@ def finish(run: Run) -> None:
             "steps": run.step,
             "objective": run.parts.algorithm.note,
             "failed_groups": run.failures,
+            "failed_evaluations": {str(step): reason for step, reason in run.unmeasured.items()},
             "queue": counts,
             **run.counts,
         }
     )
     ImageRecord(run.directory).write_before_after()
     write_report(run.directory)
-    if evaluations:
+    if "after" in evaluations:
         final_table(
             console,
             evaluations["before"],
@@ -321,6 +344,11 @@ def finish(run: Run) -> None:
             run.checkpoints.latest(),
         )
     console.print(f"Report: {run.directory.path / 'report.html'}", soft_wrap=True)
+    if run.step in run.unmeasured:
+        raise UserError(
+            f"all {run.step} steps are trained and saved in {run.checkpoints.latest()}, but the evaluation after the "
+            f"last one failed. `understudy resume {run.directory.path}` makes it again.\n{run.unmeasured[run.step]}"
+        )
 
 
 def _answers(directory: RunDirectory, first: int, last: int) -> list[tuple[str, str, str]]:

@@ -51,6 +51,8 @@ class Run:
     stopping: bool = False
     replaced: int = 0
     failures: list[str] = field(default_factory=list)
+    unmeasured: dict[int, str] = field(default_factory=dict)
+    """steps whose evaluation failed, and why"""
     counts: dict[str, Any] = field(default_factory=dict)
     """of rewards and teachers, at the end"""
 

@@ -184,6 +184,10 @@ class Evaluation(Section):
     """Validate every so many steps; 0 means before and after training only."""
     prompts: int = Field(0, ge=0)
     """Held-out prompts to use; 0 is all of them."""
+    retries: int = Field(1, ge=0)
+    """Times that a held-out prompt is run again if its loop, reward or teacher failed."""
+    max_failed_prompts: int = Field(0, ge=0)
+    """Held-out prompts that may fail for good; measures are means over the others, and the failed ones are counted."""
 
 
 class Validation(Evaluation, TextSampling):
