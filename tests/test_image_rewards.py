@@ -270,7 +270,7 @@ def test_similarity(text: str, value: float) -> None:
 
 def test_a_missing_ocr_model_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"understudy\[ocr\]"):
+    with pytest.raises(ValueError, match=r"'\.\[ocr\]'"):
         ocr.check_options()
 
 

@@ -428,4 +428,5 @@ def test_a_start_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_missing_package_is_named_with_its_extra(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; import understudy.queue.transfer_queue"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert f"ImportError: the TransferQueue back end needs {package}: pip install 'understudy[ray]'" in ran.stderr
+    assert f"UserError: the TransferQueue back end needs the package {package!r}" in ran.stderr
+    assert "pip install --editable '.[ray]'" in ran.stderr

@@ -75,7 +75,7 @@ class TestPng:
 
     def test_a_missing_package_names_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "PIL", None)
-        with pytest.raises(UserError, match=r"pillow.*pip install 'understudy\[diffusion\]'"):
+        with pytest.raises(UserError, match=r"pillow.*pip install --editable '\.\[diffusion\]'"):
             png(drawn(1, 8, 8))
 
 

@@ -7,6 +7,17 @@ class UserError(Exception):
     """A mistake the user can fix: shown as one message without a traceback."""
 
 
+def missing_extra(what: str, package: str, extra: str, error: ImportError | None = None) -> UserError:
+    """An optional package that is not there: who needs it, and how to install the extra that brings it."""
+    reason = f" ({error})" if error is not None else ""
+    return UserError(f"{what} needs the package {package!r}, which cannot be imported{reason}: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """What to do about a missing extra. Installing by name would fetch another project's package from PyPI."""
+    return f"install the extra {extra!r} by running `pip install --editable '.[{extra}]'` in a checkout of this project"
+
+
 class CannotJudge(RuntimeError):
     """A teacher or a reward has no answer for an episode: its group fails, visibly, and the run goes on within its
     budget."""

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from understudy.errors import missing_extra
 from understudy.models import toy_images
 from understudy.models.arithmetic import one_thread
 from understudy.models.sources import ModelError, Progress, made_once
@@ -105,10 +106,8 @@ def images(part: slice) -> tuple[Tensor, Tensor]:
     """Some of scikit-learn's digits in a fixed random order: float32 [images, 1, 8, 8] from 0 to 1, int64 [images]."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        raise ModelError(
-            "toy:digits is trained on the digits that come with scikit-learn: pip install 'understudy[diffusion]'"
-        ) from None
+    except ImportError as error:
+        raise missing_extra("toy:digits", "scikit-learn", "diffusion", error) from error
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(labels))[part]
     shaped = torch.tensor(pixels[order] / _WHITE, dtype=torch.float32).view(-1, 1, PIXELS, PIXELS)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import COLUMNS, Batch, GroupKey, Key
+from understudy.errors import missing_extra
 from understudy.queue.contract import BatchRef, FailedGroup
 from understudy.queue.schema import in_order
 
@@ -30,7 +31,7 @@ try:
     from transfer_queue import BatchMeta as BatchMeta
     from transfer_queue import KVBatchMeta as KVBatchMeta
 except ImportError as error:
-    raise ImportError(f"the TransferQueue back end needs {error.name}: pip install 'understudy[ray]'") from error
+    raise missing_extra("the TransferQueue back end", str(error.name), "ray", error) from error
 
 
 class _Columns(dict[str, Any]):

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
-from understudy.errors import UserError
+from understudy.errors import UserError, missing_extra
 from understudy.record.files import remove_quietly, sync_directory, temporary_of, unwritable, write_atomic
 from understudy.record.run_directory import RunDirectory
 
@@ -48,10 +48,7 @@ def png(image: Tensor) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise UserError(
-            f"writing pictures needs the package 'pillow', which cannot be imported ({error}). "
-            "Install it with `pip install 'understudy[diffusion]'`."
-        ) from error
+        raise missing_extra("writing pictures", "pillow", "diffusion", error) from error
     pixels = _enlarged(image, _SMALLEST_PNG).permute(1, 2, 0).cpu().numpy()
     picture = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
     buffer = io.BytesIO()

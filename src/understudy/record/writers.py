@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from understudy.errors import UserError
+from understudy.errors import missing_extra
 from understudy.record.files import write_atomic
 
 
@@ -27,7 +27,7 @@ class TensorBoardWriter:
 
     def __init__(self, directory: Path | str, *, purge_step: int | None = None) -> None:
         """`purge_step`: a resumed run's first new step; what the killed run wrote from there on is then hidden."""
-        module = _import("torch.utils.tensorboard", needs="tensorboard", extra="tensorboard", key="record.tensorboard")
+        module = _import("torch.utils.tensorboard", needs="tensorboard", writer="tensorboard")
         self._writer = module.SummaryWriter(log_dir=str(directory), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -44,7 +44,7 @@ class WandbWriter:
 
     def __init__(self, project: str, name: str, directory: Path | str, config: Mapping[str, Any]) -> None:
         """The run's id is kept in `directory`, so that a resumed run goes on in the same one."""
-        module = _import("wandb", needs="wandb", extra="wandb", key="record.wandb")
+        module = _import("wandb", needs="wandb", writer=f"wandb:{project}")
         self._run = module.init(
             project=project,
             name=name,
@@ -67,13 +67,10 @@ def _kept_id(path: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def _import(module: str, *, needs: str, extra: str, key: str) -> Any:
-    """An optional package, or an error that says how to get it."""
+def _import(module: str, *, needs: str, writer: str) -> Any:
+    """An optional package, or an error that says how to get it; its extra has its name."""
     try:
         importlib.import_module(needs)
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(
-            f"{key} needs the package {needs!r}, which cannot be imported ({error}). "
-            f"Install it with `pip install 'understudy[{extra}]'`, or leave {key} out."
-        ) from error
+        raise missing_extra(f"{writer!r} in record.writers", needs, needs, error) from error

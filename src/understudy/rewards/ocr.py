@@ -7,13 +7,14 @@ import importlib.util
 from functools import lru_cache
 from typing import Any
 
+from understudy.errors import how_to_install
 from understudy.rewards.contract import Answer, register_reward
 from understudy.rewards.images import picture
 
 
 def check_options() -> None:
     if importlib.util.find_spec("rapidocr") is None:
-        raise ValueError("it reads images with rapidocr, which is not installed: pip install 'understudy[ocr]'")
+        raise ValueError(f"it reads images with rapidocr, which is not installed: {how_to_install('ocr')}")
 
 
 @register_reward("ocr", check=check_options)

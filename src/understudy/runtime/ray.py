@@ -16,7 +16,7 @@ from typing import Any
 
 from understudy.config.schema import Pool
 from understudy.config.schema import Ray as Settings
-from understudy.errors import UserError
+from understudy.errors import UserError, missing_extra
 from understudy.runtime.contract import CannotPlace, Node, ReplicaGone
 from understudy.runtime.placement import left_for_pools, place
 
@@ -26,7 +26,7 @@ try:
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
-    raise UserError("runtime: ray needs the package ray: pip install 'understudy[ray]'") from error
+    raise missing_extra("runtime: ray", "ray", "ray", error) from error
 
 OPEN_CALLS = 10_000
 """Calls that one actor has open at once."""
