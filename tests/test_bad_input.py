@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+import tiny_paint
 from understudy import checkpoint
 from understudy.checkpoint import CheckpointStore
 from understudy.cli import main
@@ -175,6 +178,64 @@ def test_a_missing_plugin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"{tmp_path / 'absent.py'} does not exist" in said
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("import math\n\nx = 1 / 0\n", "line 3: ZeroDivisionError: division by zero"),
+        ("x = 1\nfrom json import absent\n", "line 2: ImportError: "),
+        ("def f(:\n    pass\n", "line 1: SyntaxError: "),
+        ("import json\n\n\njson.loads('{')\n", "line 4: JSONDecodeError: "),
+        ("import sys\nsys.exit('no')\n", "line 2: SystemExit: no"),
+    ],
+)
+def test_a_plugin_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, expected: str) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(content)
+    for command in ("train", "plan"):
+        said = mistake(capsys, command, str(tiny.recipe(tmp_path, plugins=[str(plugin)])))
+        assert f"plugins: {plugin} cannot be loaded: " in said
+        assert expected in said
+        assert said.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_threads_than_a_machine_can_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # so many would end this process
+    said = refused(tmp_path, capsys, "threads=100000")
+    assert "threads: 100,000 are too many for the " in said
+
+
+@pytest.mark.parametrize("payload", ["top_k", "student_top_k", "union"])
+def test_a_top_k_beyond_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str], payload: str) -> None:
+    said = refused(tmp_path, capsys, f"algorithm.payload={payload}", "algorithm.top_k=999999")
+    assert "algorithm.top_k (999,999) is above the 270 tokens that student and teachers share" in said
+
+
+def test_a_top_k_of_the_whole_vocabulary(tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, steps=1, data={"validation": None}, algorithm={"payload": "union", "top_k": 270})
+    assert main(["train", str(recipe)]) == 0
+    (line,) = tiny.lines(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert line["overlap"] == 1
+
+
+def test_diffusion_without_its_packages(tmp_path: Path) -> None:
+    recipe = tiny_paint.recipe(tmp_path)
+    code = (
+        "import sys; sys.modules['diffusers'] = None; from understudy.cli import main; "
+        "sys.exit(main(['train', sys.argv[1], 'runtime=' + sys.argv[2]]))"
+    )
+    for runtime in ("inline", "ray"):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(recipe), runtime], capture_output=True, text=True, timeout=120
+        )
+        assert ran.returncode == 2, ran.stderr
+        assert "understudy: error: modality: diffusion needs the package 'diffusers'" in ran.stderr
+        assert "pip install --editable '.[diffusion]'" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
 def test_a_place_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny.recipe(tmp_path, steps=1)
     assert main(["train", str(recipe)]) == 0
@@ -276,10 +337,40 @@ def test_one_bad_row_is_the_one_that_is_named(tmp_path: Path, capsys: pytest.Cap
     assert named == ["train/prompt 1/sample 0/attempt 0/trajectory 0"]
 
 
-def test_a_run_directory_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before any model is looked for, and without advice about a run that does not exist."""
     (tmp_path / "file").write_text("in the way")
+    absent = f"student.path={tmp_path / 'absent'}"
     recipe = tiny.recipe(tmp_path, steps=1)
-    assert str(tmp_path / "file") in mistake(capsys, "train", str(recipe), f"out={tmp_path / 'file'}")
+    said = mistake(capsys, "train", str(recipe), absent, f"out={tmp_path / 'file' / 'deep'}")
+    assert f"{tmp_path / 'file' / 'deep' / 'run'}: a run cannot be written there: Not a directory" in said
+    assert "resume" not in said
+    monkeypatch.setattr(Path, "write_bytes", no_space)
+    said = mistake(capsys, "train", str(recipe), absent)
+    assert "a run cannot be written there: No space left on device" in said
+    assert "resume" not in said
+    assert not (tmp_path / "runs").exists()
+
+
+def no_space(path: Path, content: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full_when_the_run_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny.recipe(tmp_path, steps=1)
+    monkeypatch.setattr(os, "replace", lambda source, target: no_space(Path(target), b""))
+    said = mistake(capsys, "train", str(recipe))
+    assert "config.yaml: No space left on device" in said
+    assert "then start the run again" in said
+
+
+def test_a_name_that_leaves_the_directory_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(tmp_path, capsys, "name=../../x")
+    assert "name (command line): '../../x' is not the name of a directory" in said
 
 
 def test_evaluation_without_held_out_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pytest
 import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from understudy.config import Config, ConfigError, Mistake, dump, load
+from understudy.config import Config, ConfigError, DiffusionConfig, Mistake, dump, load
+from understudy.config.explain import sections
 from understudy.config.load import leaves
 from understudy.config.pools import pool_members
 from understudy.config.schema import (
@@ -247,6 +251,21 @@ def test_config_error_is_a_user_error_and_counts() -> None:
         ("teachers.path=x", "expects a section with keys of its own, got 'x'"),
         ("optimizer=adamw", "expects a section with keys of its own, got 'adamw'"),
         ("optimizer.betas=[1, 2, 3]", "takes at most 2 values, got 3"),
+        ("optimizer.betas=[0.9, 1.0]", "item 2 must be below 1.0, got 1.0"),
+        ("optimizer.betas=[-0.1, 0.9]", "item 1 must be at least 0.0, got -0.1"),
+        ("optimizer.betas=[0.9, .nan]", "item 2 must be finite, got .nan"),
+        ("optimizer.lr=.inf", "must be finite, got .inf"),
+        ("optimizer.lr=.nan", "must be finite, got .nan"),
+        ("optimizer.clip_norm=.inf", "must be finite, got .inf"),
+        ("algorithm.dual_clip=.inf", "must be finite, got .inf"),
+        ("name=../../x", "'../../x' is not the name of a directory: "),
+        ("name=/tmp/x", "'/tmp/x' is not the name of a directory: "),
+        ("name=a/b", "'a/b' is not the name of a directory: "),
+        ('name="a\\\\b"', "'a\\\\b' is not the name of a directory: "),
+        ("name=..", "'..' is not the name of a directory: "),
+        ('name=""', "'' is not the name of a directory: "),
+        ('name="a\\nb"', "'a\\nb' is not the name of a directory: "),
+        ("name=" + "é" * 101, "is 202 bytes long; "),
         ("name=true", "expects text, got true (in quotes it would be text)"),
         ("name=[1]", "expects text, got [1]"),
         ("algorithm.objective=k1", "objective k1 has no gradient in expectation when differentiated: "),
@@ -256,6 +275,26 @@ def test_messages_are_in_plain_words(override: str, message: str) -> None:
     mistake = only_mistake(write("a.yaml"), override)
     assert mistake.message.startswith(message)
     assert mistake.origin == "command line"
+
+
+def test_no_setting_takes_a_number_that_is_not_finite() -> None:
+    def below(section: type[Section]) -> Iterator[type[Section]]:
+        yield section
+        for info in section.model_fields.values():
+            for inner in sections(info.annotation):
+                yield from below(inner)
+
+    checked = 0
+    for section in {*below(Config), *below(DiffusionConfig)}:
+        for name, info in section.model_fields.items():
+            if float not in (info.annotation, *get_args(info.annotation)):
+                continue
+            checked += 1
+            for number in (math.inf, -math.inf, math.nan):
+                with pytest.raises(ValidationError) as caught:
+                    section.model_validate({name: number})
+                assert (name,) in [error["loc"] for error in caught.value.errors()], (section, name, number)
+    assert checked > 40
 
 
 @pytest.mark.parametrize(
@@ -359,12 +398,13 @@ def test_malformed_overrides(override: str) -> None:
 
 
 text = st.text(max_size=20)
-positive = st.floats(min_value=0, exclude_min=True, allow_nan=False)
+positive = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
+decay = st.floats(min_value=0, max_value=1, exclude_max=True)
 count = st.integers(1, 10**9)
 teachers = st.builds(Teacher, path=text, temperature=positive, system_prompt=st.none() | text)
 configs = st.builds(
     Config,
-    name=text,
+    out=text,
     seed=st.integers(0, 2**70),
     steps=count,
     plugins=st.lists(text, max_size=3).map(tuple),
@@ -379,7 +419,7 @@ configs = st.builds(
     rollout=st.builds(TextRollout, stop=st.lists(text, max_size=3).map(tuple), max_tokens=count),
     validation=st.builds(Validation, every=count),
     algorithm=st.builds(Distill, objective=st.sampled_from(["reverse_kl", "jsd"]), beta=st.just(0.25)),
-    optimizer=st.builds(Optimizer, lr=positive, betas=st.tuples(positive, positive)),
+    optimizer=st.builds(Optimizer, lr=positive, betas=st.tuples(decay, decay)),
     record=st.builds(Record, writers=st.sampled_from([(), ("tensorboard",), ("wandb:a b", "tensorboard")])),
 )
 
@@ -396,10 +436,10 @@ UNPRINTABLE = ["\n", "\x85", "é\u2028", "\ufeff", "\x00"]
 
 @pytest.mark.parametrize("value", TRICKY + UNPRINTABLE)
 def test_text_survives_dump_and_override(value: str) -> None:
-    config = load(write("a.yaml"), [f"name={inline_yaml(value)}"]).config
-    assert config.name == value
+    config = load(write("a.yaml"), [f"out={inline_yaml(value)}"]).config
+    assert config.out == value
     assert load(write("b.yaml", dump(config))).config == config
-    assert yaml.safe_load(dump(config))["name"] == value, "other YAML readers must see the same text"
+    assert yaml.safe_load(dump(config))["out"] == value, "other YAML readers must see the same text"
 
 
 def shown(*overrides: str) -> dict[str, Row]:

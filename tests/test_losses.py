@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from understudy.losses.distillation import (
     FLOOR,
     RATIO_LIMIT,
     buckets,
+    contained,
     forward_kl,
     jsd,
     k1,
     k2,
     k3,
+    repeats,
     reverse_kl,
     teacher_buckets,
 )
@@ -395,3 +399,41 @@ def test_the_flags_say_where_the_gradient_is_gone() -> None:
     assert logp.grad is not None
     assert torch.equal(logp.grad == 0, out.clipped | out.dual_clipped)
     assert not bool((out.clipped & out.dual_clipped).any())
+
+
+# ── which ids two rows share ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(seed=st.integers(0, 10**6), first=st.integers(1, 9), second=st.integers(1, 9), actions=st.integers(0, 5))
+def test_contained_is_membership_row_by_row(seed: int, first: int, second: int, actions: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids, among = (
+        torch.stack([torch.randperm(12, generator=generator)[:k] for _ in range(actions)])
+        if actions
+        else torch.empty(0, k, dtype=torch.int64)
+        for k in (first, second)
+    )
+    expected = [[i in row for i in own] for own, row in zip(ids.tolist(), among.tolist(), strict=True)]
+    assert contained(ids, among.int()).tolist() == expected
+    assert repeats(among, ids).tolist() == [[False] * second + row for row in expected]
+
+
+class _Largest(TorchDispatchMode):
+    """Watches how large the tensors are that operations make."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def test_shared_ids_need_memory_for_k_not_for_its_square() -> None:
+    ids = torch.arange(1000).expand(2, -1)
+    with _Largest() as largest:
+        contained(ids, ids + 500)
+        repeats(ids, ids + 500)
+    assert 0 < largest.elements <= 2 * 2000

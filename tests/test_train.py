@@ -384,6 +384,16 @@ def test_truncated_sampling_is_said_and_measured(
     assert (cut > 0) == bool(rollout)
 
 
+def test_distill_writes_nothing_for_settings_that_are_refused(tmp_path: Path) -> None:
+    tiny.settings(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="is not the name of a directory"):
+        understudy.distill(
+            str(tmp_path / "student"), str(tmp_path / "teacher"), ["Hi."], name="../x", out=str(tmp_path / "runs")
+        )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_distill_takes_lists(tmp_path: Path) -> None:
     models = tiny.settings(tmp_path)
     paths = (models["student"], models["teachers"]["main"])

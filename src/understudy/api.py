@@ -31,10 +31,9 @@ def distill(
     directory) or the prompts themselves. Anything else that a recipe can say goes into `settings`, by section.
     """
     directory = Path(out) / name
-    RunDirectory(directory).require_free()
-    data = {"train": _file(prompts, directory, "prompts")}
-    if heldout is not None:
-        data["validation"] = _file(heldout, directory, "heldout")
+    given = {"train": prompts} if heldout is None else {"train": prompts, "validation": heldout}
+    names = {"train": "prompts.jsonl", "validation": "heldout.jsonl"}
+    data = {key: rows if isinstance(rows, str) else str(directory / names[key]) for key, rows in given.items()}
     base: dict[str, Any] = {
         "name": name,
         "out": out,
@@ -44,18 +43,19 @@ def distill(
     }
     for section, value in settings.items():
         base[section] = {**base.get(section, {}), **value} if isinstance(value, dict) else value
-    return train(Config.model_validate(base))
+    config = Config.model_validate(base)
+    RunDirectory(directory).require_free()
+    for key, rows in given.items():
+        if not isinstance(rows, str):
+            _write(Path(data[key]), rows)
+    return train(config)
 
 
 def _section(model: str | dict[str, Any]) -> dict[str, Any]:
     return {"path": model} if isinstance(model, str) else model
 
 
-def _file(prompts: str | Sequence[str], directory: Path, name: str) -> str:
-    """A file as it is; a list of prompts is kept beside the run, so that it can be resumed."""
-    if isinstance(prompts, str):
-        return prompts
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}.jsonl"
+def _write(path: Path, prompts: Sequence[str]) -> None:
+    """A list of prompts is kept beside the run, so that it can be resumed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
-    return str(path)

@@ -81,6 +81,8 @@ class Parts:
 def assemble(config: RunConfig, report: Report = silent) -> Parts:
     """Load models and data, check that they fit together, and connect the parts."""
     build.enter(config)
+    if isinstance(config, DiffusionConfig):
+        from understudy import build_flow  # noqa: F401  # misses its optional packages here, before anything starts
     if config.runtime == "ray":
         from understudy.distributed import assemble_on_ray
 
@@ -136,6 +138,7 @@ def _writers(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None
         {name: (tokenizers[name], model.head.vocabulary) for name, model in models.items()},
         report,
     )
+    build.check_top_k(config, vocabulary)
     teachers = {name: build.teacher_engine(config, name, model, vocabulary) for name, model in models.items()}
     pools = {name: TeacherPool(name, [engine]) for name, engine in teachers.items()}
     client = build.teacher_client(config, pools, tokenizers)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,8 @@ Report = Callable[[str], None]
 
 CHECKED_PROMPTS = 20_000
 """So many prompts are rendered before the run starts, to find those that are too long; later ones when drawn."""
+THREADS_PER_CORE, FEW_THREADS = 8, 64
+"""A run may ask for so many compute threads per core; so many in all are always allowed."""
 PREFIX_TOKENS = 4096
 """Prompt tokens whose keys and values an engine keeps for the other samples of the same prompts."""
 
@@ -60,13 +63,26 @@ def enter(config: RunConfig) -> None:
     """What every process of a run does first."""
     keep_freed_memory()
     collect_rarely()
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(_threads(config.threads))
     for plugin in config.plugins:
         load_plugin(plugin)
 
 
+def _threads(asked: int) -> int:
+    """OpenMP ends the process without a word where the system does not give it as many threads as it wants."""
+    cores = os.cpu_count() or 1
+    most = max(FEW_THREADS, THREADS_PER_CORE * cores)
+    if asked > most:
+        raise UserError(
+            f"threads: {asked:,} are too many for the {cores} cores of this machine, at most {most:,} are allowed; "
+            "0 is one per core, and more than that only slows a run down"
+        )
+    return asked or cores
+
+
 def load_plugin(path: str) -> None:
-    """Run a user's file, which registers what it defines; once in a process, however many runs ask for it."""
+    """Run a user's file, which registers what it defines; once in a process, however many runs ask for it. What it
+    raises becomes a UserError that names the file and the line."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"plugins: {path} does not exist (looked for {file.absolute()})")
@@ -79,9 +95,21 @@ def load_plugin(path: str) -> None:
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
-        raise
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"plugins: {path} cannot be loaded: {_raised_in(file, error)}") from error
+
+
+def _raised_in(file: Path, error: BaseException) -> str:
+    """An exception in one line, with the last line of a user's file that led to it."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if Path(frame.filename) == file]
+    line = f"line {own[-1]}: " if own else ""
+    return f"{line}{type(error).__name__}: {error}"
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,6 +147,16 @@ def shared_vocabulary(
         for warning in shared.warnings:
             report(warning)
     return min(sizes)
+
+
+def check_top_k(config: Config, vocabulary: int) -> None:
+    """A top-k payload names tokens that are there."""
+    k = build_algorithm(config).top_k
+    if k > vocabulary:
+        raise UserError(
+            f"algorithm.top_k ({k:,}) is above the {vocabulary:,} tokens that student and teachers share: lower it, or "
+            "use payload: full for the whole distribution"
+        )
 
 
 def _frozen(model: CausalLM) -> CausalLM:

@@ -67,6 +67,7 @@ def checked(config: RunConfig, prompts: Prompts, words: Words, report: Report) -
         {name: (tokenizers[name], head_vocabulary(settings)) for name, settings in config.teachers.items()},
         report,
     )
+    build.check_top_k(config, vocabulary)
     build.check_prompts(config, prompts.sets, tokenizer, client)
     return vocabulary
 

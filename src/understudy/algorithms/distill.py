@@ -132,7 +132,7 @@ def _student_mass(
     if "teacher_topk_ids" in columns:
         theirs = columns["teacher_topk_ids"]
         own = columns.get("student_topk_ids", log_probs.topk(theirs.shape[-1], dim=-1).indices)
-        seen["overlap"] = (theirs[:, :, None] == own[:, None, :]).any(-1).float().mean(-1)
+        seen["overlap"] = distillation.contained(theirs, own).float().mean(-1)
     return seen
 
 

@@ -21,6 +21,6 @@ ON_RAY = ReadWhen({"runtime": ("ray",)})
 
 
 class Section(BaseModel):
-    """Base of all settings: frozen, no unknown keys, docstrings under fields are their descriptions."""
+    """Base of all settings: frozen, no unknown keys, finite numbers, docstrings under fields are their descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)

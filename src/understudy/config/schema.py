@@ -51,6 +51,8 @@ __all__ = [
     "UpdateRule",
 ]
 
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and programs that archive a run want to add some."""
 _OF_TEXT = ReadWhen({"modality": ("text",)})
 
 
@@ -261,6 +263,9 @@ class Reward(Section):
     """Settings of the function."""
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class UpdateRule(Section):
     """How weights of all modalities are changed."""
 
@@ -268,8 +273,8 @@ class UpdateRule(Section):
     """Update rule."""
     lr: float = Field(1e-4, gt=0)
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], ReadWhen({"optimizer.name": ("adamw",)})] = (0.9, 0.95)
-    """Decay of AdamW's running means."""
+    betas: Annotated[tuple[_Decay, _Decay], ReadWhen({"optimizer.name": ("adamw",)})] = (0.9, 0.95)
+    """Decay of AdamW's running means, each at least 0 and below 1."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay on matrices (not on norms and biases)."""
     warmup_steps: int = Field(0, ge=0)
@@ -308,7 +313,7 @@ class RunConfig(Section):
     """One run, of whichever modality: what the loop, the cluster and the record need to know."""
 
     name: str = "run"
-    """Name of the run; its directory is out/name."""
+    """Name of the run, one part of a path; its directory is out/name."""
     out: str = "runs"
     """Directory of runs."""
     modality: Literal["text", "diffusion"] = "text"
@@ -316,7 +321,7 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0)
     """Seed of data order, sampling and initialisation."""
     threads: int = Field(0, ge=0)
-    """Compute threads of torch; 0 is one per core."""
+    """Compute threads of torch; 0 is one per core. Many more than there are cores are refused when the run starts."""
     steps: int = Field(100, ge=1)
     """Updates to make."""
     prompts_per_step: int = Field(16, ge=1)
@@ -355,6 +360,19 @@ class RunConfig(Section):
     """When the run can be resumed from."""
     record: Record = Record()
     """What the run writes down."""
+
+    @field_validator("name")
+    @classmethod
+    def _one_part(cls, name: str) -> str:
+        """A name that is a path would put the run somewhere else than into `out`."""
+        if not name.strip() or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+            raise ValueError(
+                f"{name!r} is not the name of a directory: a run is called by one part of a path, without / or \\, "
+                "and `out` says where it lies"
+            )
+        if len(name.encode()) > LONGEST_NAME:
+            raise ValueError(f"is {len(name.encode())} bytes long; the name of a run has at most {LONGEST_NAME}")
+        return name
 
     @model_validator(mode="after")
     def _places(self) -> Self:

@@ -87,8 +87,14 @@ def teacher_buckets(named: Tensor, repeated: Tensor | None, vocabulary: int) -> 
 
 def repeats(first: Tensor, second: Tensor) -> Tensor:
     """bool [actions, k₁ + k₂]: ids of `second` that `first` has too; `first` itself is free of repetition."""
-    again = (second[:, :, None] == first[:, None, :]).any(-1)
-    return torch.cat([torch.zeros_like(first, dtype=torch.bool), again], dim=-1)
+    return torch.cat([torch.zeros_like(first, dtype=torch.bool), contained(second, first)], dim=-1)
+
+
+def contained(ids: Tensor, among: Tensor) -> Tensor:
+    """bool [actions, k₁]: ids that the same row of `among` [actions, k₂] has too; takes memory for k₁ + k₂."""
+    ordered = among.to(ids.dtype).sort(dim=-1).values
+    found = torch.searchsorted(ordered, ids.contiguous()).clamp_max(ordered.shape[-1] - 1)
+    return ordered.gather(-1, found) == ids
 
 
 def forward_kl_topk(student_logp_k: Tensor, teacher_logp_k: Tensor) -> Tensor:

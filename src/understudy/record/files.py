@@ -11,9 +11,12 @@ from typing import Any
 
 from understudy.errors import UserError
 
+RESUME = "resume the run"
 
-def write_atomic(path: Path, content: str) -> None:
-    """Put the whole content at `path`, or leave what was there. Durable when it returns."""
+
+def write_atomic(path: Path, content: str, then: str = RESUME) -> None:
+    """Put the whole content at `path`, or leave what was there. Durable when it returns. `then` is what an error
+    advises to do once the disk takes files again."""
     temporary = temporary_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +28,7 @@ def write_atomic(path: Path, content: str) -> None:
         sync_directory(path.parent)
     except OSError as error:
         remove_quietly(temporary)
-        raise unwritable(path, error) from error
+        raise unwritable(path, error, then) from error
 
 
 def temporary_of(path: Path) -> Path:
@@ -111,13 +114,21 @@ def remove_quietly(path: Path) -> None:
     """Remove a leftover if it is there; failing to is no reason to hide the error that led here."""
     try:
         path.unlink(missing_ok=True)
-    except OSError:
+    except (OSError, ValueError):
         return
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
+def remove_directory_quietly(path: Path) -> None:
+    """Remove a directory if it is there and empty."""
+    try:
+        path.rmdir()
+    except (OSError, ValueError):
+        return
+
+
+def unwritable(path: Path, error: OSError, then: str = RESUME) -> UserError:
     """What to tell somebody whose disk is full or read-only."""
     return UserError(
         f"cannot write {path}: {error.strerror or error}. Nothing half written was left behind. "
-        "Free some space or make the directory writable, then resume the run."
+        f"Free some space or make the directory writable, then {then}."
     )

@@ -29,6 +29,8 @@ from understudy.record.files import (
     finite_or_none,
     none_to_nan,
     read_lines,
+    remove_directory_quietly,
+    remove_quietly,
     sync_directory,
     temporary_of,
     unwritable,
@@ -115,7 +117,7 @@ class RunDirectory:
         """Start a run in a directory that holds none; `existing` says what happens to a run that is there already."""
         run = cls(path)
         run.require_free()
-        write_atomic(run.path / "config.yaml", config_yaml)
+        write_atomic(run.path / "config.yaml", config_yaml, then="start the run again")
         return run
 
     def keep_config(self, config_yaml: str) -> None:
@@ -133,6 +135,27 @@ class RunDirectory:
                 f"{self.path} already holds a run ({', '.join(found)}). "
                 f"Continue it with `understudy resume {self.path}`, or choose another name (name=…)."
             )
+        self._require_writable()
+
+    def _require_writable(self) -> None:
+        """Write a file there and remove it, with the directories that it needed: what permissions, a full disk or a
+        read-only file system say is known before models are loaded."""
+        probe = temporary_of(self.path / "config.yaml")
+        made: list[Path] = []
+        try:
+            made += [path for path in (self.path, *self.path.parents) if not path.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"\n")
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            raise UserError(
+                f"{self.path}: a run cannot be written there: {reason}. "
+                "Choose another `out`, or make the directory writable."
+            ) from error
+        finally:
+            remove_quietly(probe)
+            for path in made:
+                remove_directory_quietly(path)
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:

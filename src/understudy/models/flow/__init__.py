@@ -8,3 +8,10 @@ _logging.set_verbosity_error()
 from transformers import CLIPImageProcessor, SiglipImageProcessor  # noqa: E402, F401
 
 _logging.set_verbosity(_said)
+
+from understudy.errors import missing_extra  # noqa: E402
+
+try:
+    import diffusers  # noqa: F401
+except ImportError as error:
+    raise missing_extra("modality: diffusion", "diffusers", "diffusion", error) from error
