@@ -155,21 +155,50 @@ def test_parquet_takes_no_columns_from_its_directory(tmp_path: Path) -> None:
     assert prompt.columns == {}
 
 
-@pytest.mark.parametrize(("splits", "chosen"), [(("test",), "test"), (("a", "train", "z"), "train")])
-def test_the_split_of_a_dataset_dict(tmp_path: Path, splits: tuple[str, ...], chosen: str) -> None:
-    parts = {name: datasets.Dataset.from_dict({"prompt": [f"from {name}"]}) for name in splits}
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "rows"))
-    (prompt,) = load_prompts(data_settings(), str(tmp_path / "rows"))
+def splits_of(directory: Path, *names: str) -> str:
+    """A saved DatasetDict whose splits say what they are."""
+    parts = {name: datasets.Dataset.from_dict({"prompt": [f"from {name}"]}) for name in names}
+    datasets.DatasetDict(parts).save_to_disk(str(directory))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("splits", "heldout", "chosen"),
+    [
+        (("test",), False, "test"),
+        (("a", "train", "z"), False, "train"),
+        (("train", "validation"), False, "train"),
+        (("train", "validation"), True, "validation"),
+        (("train", "test"), True, "test"),
+        (("test", "train", "validation"), True, "validation"),
+        (("train",), True, "train"),
+    ],
+)
+def test_the_split_of_a_dataset_dict(tmp_path: Path, splits: tuple[str, ...], heldout: bool, chosen: str) -> None:
+    (prompt,) = load_prompts(data_settings(), splits_of(tmp_path / "rows", *splits), heldout=heldout)
     assert prompt.messages[0].content == f"from {chosen}"
 
 
 def test_one_split_of_a_dataset_dict_by_its_directory(tmp_path: Path) -> None:
-    parts = {name: datasets.Dataset.from_dict({"prompt": [f"from {name}"]}) for name in ("dev", "test")}
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "rows"))
-    text = problem(str(tmp_path / "rows"))
-    assert "dev, test" in text
-    assert "'train'" in text
+    path = splits_of(tmp_path / "rows", "dev", "extra")
+    text = problem(path)
+    assert "its splits are dev, extra; expected one named 'train' for data.train" in text
+    assert f"such as {tmp_path / 'rows' / 'dev'}" in text
     assert load_prompts(data_settings(), str(tmp_path / "rows" / "dev"))[0].messages[0].content == "from dev"
+
+
+def test_training_prompts_are_not_taken_for_held_out_ones(tmp_path: Path) -> None:
+    path = splits_of(tmp_path / "rows", "train", "dev")
+    with pytest.raises(PromptError, match=r"splits are train, dev; expected one named 'validation' or 'test'"):
+        load_prompts(data_settings(), path, heldout=True)
+
+
+def test_shared_prompts_are_counted_by_what_they_ask(tmp_path: Path) -> None:
+    train = load_prompts(data_settings(), write_jsonl(tmp_path / "a.jsonl", [{"prompt": p, "x": 1} for p in "abc"]))
+    rows = [{"prompt": "b", "x": 2}, {"prompt": "d"}, {"prompt": "c"}, {"prompt": "b"}]
+    heldout = load_prompts(data_settings(), write_jsonl(tmp_path / "b.jsonl", rows))
+    assert heldout.shared_with(train) == 3
+    assert train.shared_with(heldout) == 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,42 @@ def test_other_data_is_refused(finished: Path, tmp_path: Path, capsys: pytest.Ca
     tiny.write_prompts(tmp_path / "prompts.jsonl", [*tiny.PROMPTS[:-1], "Another one."])
     said = refused(finished, capsys)
     assert f"{tmp_path / 'prompts.jsonl'}: not the prompts that the checkpoint was made with" in said
+
+
+@pytest.fixture
+def with_heldout(tmp_path: Path) -> Path:
+    """A run that is evaluated on prompts of their own."""
+    heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", ["One?", "Two?", "Three?"])
+    return understudy.train(tiny.config(tmp_path, steps=2, data={"validation": str(heldout)}))
+
+
+def test_other_held_out_prompts_are_refused(
+    with_heldout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", ["One?", "Two!", "Three?"])
+    said = refused(with_heldout, capsys)
+    assert f"{heldout}: not the held-out prompts that this run has been evaluated on (3 rows, digest " in said
+    shutil.rmtree(with_heldout / "checkpoints")
+    assert "not the held-out prompts" in refused(with_heldout, capsys), "also before the first checkpoint"
+
+
+def test_a_run_without_a_record_of_its_data_goes_on_and_gets_one(with_heldout: Path, tmp_path: Path) -> None:
+    kept = (with_heldout / "data.json").read_text()
+    (with_heldout / "data.json").unlink()
+    understudy.resume(with_heldout, steps=3)
+    assert (with_heldout / "data.json").read_text() == kept
+    assert steps_done(with_heldout) == 3
+
+
+def test_held_out_prompts_that_are_trained_on_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", [tiny.PROMPTS[0], "New?", tiny.PROMPTS[1]])
+    understudy.train(tiny.config(tmp_path, steps=1, data={"validation": str(heldout)}))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("training prompts too") == 1
+    assert "2 of the 3 held-out prompts" in said
+    tiny.write_prompts(heldout, ["New?"])
+    understudy.train(tiny.config(tmp_path, name="other", steps=1, data={"validation": str(heldout)}))
+    assert "training prompts too" not in capsys.readouterr().out
 
 
 def test_a_finished_run_stays_as_it_is(finished: Path) -> None:

@@ -128,7 +128,7 @@ class _Stage:
 
 def _writers(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None, report: Report) -> _Stage:
     assert isinstance(config, Config)
-    prompts = Prompts.load(config)
+    prompts = Prompts.load(config, report)
     tokenizer = SafeTokenizer.load(config.student.path, report)
     student, _ = build.student_model(config, report)
     models = {name: build.teacher_model(config, name, report) for name in config.teachers}
@@ -155,7 +155,7 @@ def _painters(config: RunConfig, queue: CountingQueue, rewards: RewardPool | Non
     from understudy import build_flow  # runs over text do without it
 
     assert isinstance(config, DiffusionConfig)
-    prompts = Prompts.load(config)
+    prompts = Prompts.load(config, report)
     student = build_flow.student_model(config, report)
     teachers = {
         name: build_flow.teacher_engine(config, name, build_flow.teacher_model(config, name, report))
@@ -177,9 +177,16 @@ class Prompts:
     heldout: PromptSet | None
 
     @classmethod
-    def load(cls, config: RunConfig) -> Prompts:
-        heldout = load_prompts(config.data, config.data.validation) if config.data.validation else None
-        return cls(load_prompts(config.data, config.data.train), heldout)
+    def load(cls, config: RunConfig, report: Report = silent) -> Prompts:
+        data = config.data
+        heldout = load_prompts(data, data.validation, heldout=True) if data.validation else None
+        train = load_prompts(data, data.train)
+        if heldout is not None and (shared := heldout.shared_with(train)):
+            report(
+                f"{shared:,} of the {len(heldout):,} held-out prompts ({heldout.source}) are training prompts too "
+                f"({train.source}): held-out measures do not tell how the student does on prompts that it never saw"
+            )
+        return cls(train, heldout)
 
     @property
     def sets(self) -> Sequence[PromptSet]:

@@ -282,7 +282,7 @@ class Distributed:
 
 def assemble_on_ray(config: RunConfig, report: Say) -> Parts:
     """Check everything that can be checked, then take places and start processes."""
-    prompts = Prompts.load(config)
+    prompts = Prompts.load(config, report)
     tokenizer, tokenizers = words = stages.words(config, report)
     vocabulary = stages.checked(config, prompts, words, report)
     cluster = Cluster(config.ray, config.pools)

@@ -262,20 +262,46 @@ async def mark_best(run: Run) -> None:
         run.checkpoints.mark_best(step, measure, finite[step])
 
 
+def keep_data(run: Run) -> None:
+    """Write down which prompts the run learns from and is evaluated on, so that a resumed run can compare."""
+    heldout = run.parts.heldout
+    before = run.directory.load_data().get("heldout")
+    run.directory.write_data(
+        {"train": run.parts.stream.identity, "heldout": before if heldout is None else heldout.identity}
+    )
+
+
+def _check_heldout(run: Run) -> None:
+    """Evaluations of one run are made on the same prompts. Runs of older versions did not write down which."""
+    heldout, before = run.parts.heldout, run.directory.load_data().get("heldout")
+    if heldout is None or before is None or before == heldout.identity:
+        return
+    was, now = (f"{of['rows']} rows, digest {of['digest'][:12]}" for of in (before, heldout.identity))
+    raise UserError(
+        f"{heldout.source}: not the held-out prompts that this run has been evaluated on ({was}; now {now}), so "
+        "measures before and after could not be compared. Restore the file, or go on without evaluation: "
+        f"understudy resume {run.directory.path} data.validation=null"
+    )
+
+
 async def restore(run: Run) -> None:
     """Go back to the last checkpoint: weights, optimizer, data position, version, and the record up to there."""
     run.checkpoints.recover()
     if not run.checkpoints.steps():
+        _check_heldout(run)
         run.directory.rewind(0)
         run.directory.keep_config(dump(run.parts.config))
+        keep_data(run)
         run.display.note("no checkpoint yet: starting from the beginning")
         return
     found = await run.parts.backstage.restore(run.checkpoints.latest())
     run.parts.stream.restore(found.state["data"])
+    _check_heldout(run)
     run.step, run.saved, run.version = found.step, found.step, found.state["version"]
     run.failures = list(found.state["failures"])
     run.directory.rewind(found.step)
     run.directory.keep_config(dump(run.parts.config))
+    keep_data(run)
     if found.state["threads"] != torch.get_num_threads():
         run.display.note(
             f"the checkpoint was made with {found.state['threads']} threads, this run uses "

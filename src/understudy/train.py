@@ -67,6 +67,7 @@ def train(config: RunConfig) -> Path:
     directory.require_free()
     with _opened(config, directory) as run:
         RunDirectory.create(directory.path, dump(config))
+        history.keep_data(run)
         asyncio.run(all_steps(run))
     return directory.path
 

@@ -25,6 +25,8 @@ ROLES = ("system", "user", "assistant", "tool")
 AGENT_LOOP_COLUMN = "agent_loop"
 FORMATS = ".jsonl, .parquet or a directory written by datasets' save_to_disk"
 SHOWN_ROWS = 10
+TRAIN_SPLITS, HELDOUT_SPLITS = ("train",), ("validation", "test")
+"""Splits of a saved DatasetDict that are read for data.train and for data.validation, the first that is there."""
 
 
 class PromptError(UserError, ValueError):
@@ -50,17 +52,28 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
         return self._prompts[index]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells these rows from others, as JSON."""
+        return {"rows": len(self), "digest": self.digest}
+
+    def shared_with(self, other: PromptSet) -> int:
+        """How many of these prompts the other set has too, whatever their other columns say."""
+        theirs = {(prompt.messages, prompt.text) for prompt in other}
+        return sum((prompt.messages, prompt.text) in theirs for prompt in self)
+
     def __repr__(self) -> str:
         return f"PromptSet({len(self)} rows of {self.source})"
 
 
-def load_prompts(settings: Data, path: str) -> PromptSet:
-    """Read and check every row of `path`, or raise a PromptError that names all bad rows."""
+def load_prompts(settings: Data, path: str, *, heldout: bool = False) -> PromptSet:
+    """Read and check every row of `path`, or raise a PromptError that names all bad rows. `heldout` decides which split
+    of a saved DatasetDict is meant."""
     found = Path(path)
     if not found.exists():
         raise PromptError(f"{path}: no such file or directory (looked for {found.absolute()})")
     if found.is_dir():
-        rows = _table_rows(_read_dataset(path), settings, path)
+        rows = _table_rows(_read_dataset(path, heldout), settings, path)
     elif found.suffix.lower() == ".jsonl":
         rows = _read_jsonl(found)
     elif found.suffix.lower() == ".parquet":
@@ -143,7 +156,7 @@ def _read_parquet(path: str) -> Any:
         raise PromptError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def _read_dataset(path: str) -> Any:
+def _read_dataset(path: str, heldout: bool) -> Any:
     """An Arrow table of a saved Dataset, or of the one split of a saved DatasetDict that is meant."""
     import datasets  # type: ignore[import-untyped]
 
@@ -154,18 +167,23 @@ def _read_dataset(path: str) -> Any:
     except IndexError as error:  # what datasets answers where a saved dataset had no rows and so has no data files
         raise PromptError(f"{path}: no rows: the saved dataset, or one of its splits, has no data files") from error
     if isinstance(loaded, datasets.DatasetDict):
-        loaded = loaded[_split(list(loaded), path)]
+        loaded = loaded[_split(list(loaded), path, heldout)]
     return loaded.with_format("arrow")[:]
 
 
-def _split(splits: Sequence[str], path: str) -> str:
+def _split(splits: Sequence[str], path: str, heldout: bool) -> str:
+    """The only split, or the one that is named as its use: never training prompts to evaluate on by default."""
     if len(splits) == 1:
         return splits[0]
-    if "train" in splits:
-        return "train"
-    names = ", ".join(splits) or "none"
+    wanted = HELDOUT_SPLITS if heldout else TRAIN_SPLITS
+    for name in wanted:
+        if name in splits:
+            return name
+    use = "data.validation" if heldout else "data.train"
     raise PromptError(
-        f"{path}: its splits are {names}; expected one named 'train': give the directory of the split you mean"
+        f"{path}: its splits are {', '.join(splits) or 'none'}; expected one named {' or '.join(map(repr, wanted))} "
+        f"for {use}: give the directory of the split you mean"
+        + (f", such as {Path(path) / splits[0]}" if splits else "")
     )
 
 
@@ -334,6 +352,11 @@ class PromptStream:
         self._position += n
         return drawn
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Of the rows that it draws from."""
+        return self._prompts.identity
+
     def state(self) -> dict[str, Any]:
         """Where the stream stands and on what, as JSON."""
         return {"position": self._position, **self._identity()}
@@ -360,8 +383,7 @@ class PromptStream:
         self._position = position
 
     def _identity(self) -> dict[str, Any]:
-        digest = self._prompts.digest
-        return {"rows": len(self._prompts), "digest": digest, "seed": self._seed, "shuffle": self._shuffle}
+        return {**self._prompts.identity, "seed": self._seed, "shuffle": self._shuffle}
 
     def _draw(self, uid: int) -> Prompt:
         epoch, index = divmod(uid, len(self._prompts))

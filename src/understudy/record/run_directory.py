@@ -1,6 +1,7 @@
 """What a run leaves behind.
 
     config.yaml                   the resolved config: what makes a directory a run
+    data.json                     rows and digest of the prompts to learn from and of those to evaluate on
     metrics.jsonl                 {"step": 1, "kl": 0.81, …}, one line per step, every step exactly once
     validation.jsonl              {"step": 0, "kl": 0.83, …}, one line per evaluation; step 0 is the one before training
     validation/step-000010.json   the answers of that evaluation, token by token
@@ -40,7 +41,7 @@ from understudy.record.files import (
 from understudy.record.timeline import INTERVAL, Interval
 
 _RESERVED = ("step", "nonfinite")
-_TRACES = ("config.yaml", "metrics.jsonl", "validation.jsonl", "summary.json")
+_TRACES = ("config.yaml", "data.json", "metrics.jsonl", "validation.jsonl", "summary.json")
 _OF_THE_WHOLE = ("summary.json", "report.html", "before_after.png")
 _STEP_FILE = re.compile(r"(?:step|eval|denoising)-(\d+)\.(?:jsonl?|png|safetensors)")
 
@@ -124,6 +125,15 @@ class RunDirectory:
         """A resumed run that was told to go further remembers it."""
         if config_yaml != self.config_yaml():
             write_atomic(self.path / "config.yaml", config_yaml)
+
+    def write_data(self, data: Mapping[str, Any]) -> None:
+        """Which prompts the run uses."""
+        if data != self.load_data():
+            write_atomic(self.path / "data.json", json.dumps(data, allow_nan=False, indent=1) + "\n")
+
+    def load_data(self) -> dict[str, Any]:
+        """{} if a version that did not write it made the run."""
+        return _read_json(self.path / "data.json")
 
     def require_free(self) -> None:
         """Refuse a place that holds a run already, or cannot hold one."""
