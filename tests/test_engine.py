@@ -277,6 +277,12 @@ def test_a_stop_string_after_min_tokens_counts() -> None:
     assert len(answer.tokens) == 10
 
 
+@pytest.mark.parametrize(("least", "finish", "length"), [(9, "stop", 10), (10, "stop", 10), (11, "length", 20)])
+def test_a_stop_string_that_the_last_of_min_tokens_completes_counts(least: int, finish: str, length: int) -> None:
+    answer = counted(stop_strings=("KL",), min_tokens=least, max_tokens=20)  # ids 10 and 11: tokens 9 and 10
+    assert (answer.finish, len(answer.tokens)) == (finish, length)
+
+
 # ── requests it cannot serve ─────────────────────────────────────────────────────────────────────────────────────────
 
 

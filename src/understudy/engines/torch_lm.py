@@ -312,7 +312,7 @@ class TorchEngine:
 
     def _finished(self, sequence: _Sequence) -> Finish | None:
         sampling, tokens = sequence.request.sampling, sequence.tokens
-        if len(tokens) > sampling.min_tokens or sampling.min_tokens == 0:
+        if len(tokens) >= sampling.min_tokens:
             if tokens[-1] in sampling.stop_ids:
                 return "stop"
             if any(self._completes(tokens, stop) for stop in sampling.stop_strings):
