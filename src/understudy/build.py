@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from understudy.agent_loop import single_turn  # noqa: F401  # registers the loop
-from understudy.agent_loop.contract import LOOPS, Send, Tokenizer, derive_seed, render_prompt
+from understudy.agent_loop.contract import LOOPS, UNBOUNDED, Send, Tokenizer, derive_seed, render_prompt
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import TeacherHead
@@ -287,7 +287,8 @@ def loops(config: RunConfig, tokenizer: Tokenizer | None, send: Send) -> Rollout
         names = ", ".join(sorted(known))
         raise UserError(f"rollout.agent_loop: no loop is named {config.rollout.agent_loop!r}; there are {names}")
     limit = config.data.max_prompt_tokens
-    return RolloutManager([AgentLoopWorker(known, config.rollout.agent_loop, tokenizer, limit, send)])
+    context = config.engine.context if isinstance(config, Config) else UNBOUNDED
+    return RolloutManager([AgentLoopWorker(known, config.rollout.agent_loop, tokenizer, limit, send, context)])
 
 
 def teacher_client(

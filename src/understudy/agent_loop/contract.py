@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
 
 class PromptTooLong(UserError):
-    """A prompt longer than data.max_prompt_tokens."""
+    """A prompt longer than data.max_prompt_tokens, or one that leaves no room for an answer."""
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> Tensor:
@@ -69,6 +69,9 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+UNBOUNDED = 1 << 62
+"""Tokens of a context whose end is not known here."""
+
 Send = Callable[[Any], Awaitable[Any]]
 """To one of the student's engines: GenerateRequest → Generation, PaintRequest → Painted."""
 
@@ -84,6 +87,10 @@ class LoopContext:
     """of a student that writes"""
     max_prompt_tokens: int
     send: Send
+    row: str = "the prompt"
+    """as errors call it"""
+    context_tokens: int = UNBOUNDED
+    """engine.context: tokens that a sequence may have"""
     turns: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
@@ -94,12 +101,25 @@ class LoopContext:
             raise UserError("this loop writes, but the student of the run paints: use agent_loop diffusion")
         return render_prompt(self.tokenizer, prompt, self.max_prompt_tokens)
 
+    def room(self, tokens: Tensor) -> int:
+        """Tokens that can still follow these before engine.context ends."""
+        return max(self.context_tokens - tokens.shape[0], 0)
+
     async def generate(self, tokens: Tensor, sampling: Sampling | None = None) -> Generation:
-        """The student continues these ids. Every call of an episode draws from a seed of its own."""
+        """The student continues these ids. Every call of an episode draws from a seed of its own.
+
+        Where engine.context ends first, the answer ends with finish `length`: without a token, if there was no room at
+        all. In the first call of an episode that is an error (PromptTooLong): there would be nothing to learn from."""
         chosen = sampling or self.sampling
         assert isinstance(chosen, Sampling)
+        first = self.turns == 0
         id, seed, order = self._next()
         generation: Generation = await self.send(GenerateRequest(id, tokens, chosen, seed, order))
+        if first and generation.finish == "length" and not generation.tokens.shape[0]:
+            raise PromptTooLong(
+                f"{self.row}: its {tokens.shape[0]} tokens leave no room for an answer in engine.context: "
+                "shorten it, or raise engine.context"
+            )
         self._took(generation.seconds)
         return generation
 

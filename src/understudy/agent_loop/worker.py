@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from understudy.agent_loop.contract import AgentLoop, LoopContext, Send, Tokenizer
-from understudy.data.trajectory import Episode, EpisodeKey, Prompt
+from understudy.agent_loop.contract import UNBOUNDED, AgentLoop, LoopContext, Send, Tokenizer
+from understudy.data.trajectory import COLUMNS, Episode, EpisodeKey, Prompt, Trajectory
 from understudy.engines.contract import Painting, Sampling
 from understudy.errors import UserError
 
@@ -33,13 +33,17 @@ class AgentLoopWorker:
     tokenizer: Tokenizer | None
     max_prompt_tokens: int
     send: Send
+    context_tokens: int = UNBOUNDED
+    """engine.context"""
 
     async def run(
         self, prompt: Prompt, key: EpisodeKey, sampling: Sampling | Painting, seed: int
     ) -> Episode | EpisodeFailure:
         """A mistake of the user (`UserError`) stops the run; any other error of a loop fails its episode."""
         name = prompt.agent_loop or self.default_loop
-        context = LoopContext(key, seed, sampling, self.tokenizer, self.max_prompt_tokens, self.send)
+        context = LoopContext(
+            key, seed, sampling, self.tokenizer, self.max_prompt_tokens, self.send, str(prompt), self.context_tokens
+        )
         try:
             if name not in self.loops:
                 raise UserError(f"{prompt}: no agent loop is named {name!r}; there are {', '.join(sorted(self.loops))}")
@@ -52,7 +56,9 @@ class AgentLoopWorker:
                 raise
             reason = f"agent loop {name!r} raised {type(error).__name__} on {prompt}: {error}"
             return EpisodeFailure(key, prompt, reason, traceback.format_exc())
-        return episode
+        if all(trajectory.tokens.shape[0] <= self.context_tokens for trajectory in episode.trajectories):
+            return episode
+        return replace(episode, trajectories=tuple(_within(t, self.context_tokens) for t in episode.trajectories))
 
 
 def _cancelled() -> bool:
@@ -69,3 +75,13 @@ def _check(episode: Episode, name: str) -> None:
         empty = trajectory.tokens.shape[0] == 0
         if not (empty and "sigmas" in trajectory.extra) and (empty or trajectory.prompt_length == 0):
             raise ValueError(f"trajectory {number}: the first token cannot be an action, nothing stands before it")
+
+
+def _within(trajectory: Trajectory, length: int) -> Trajectory:
+    """Without what an environment said after the last action and beyond the context: nobody answered it, so nothing is
+    learnt from it, and teacher and learner need not have positions for it."""
+    if trajectory.tokens.shape[0] <= length or bool(trajectory.mask[length:].any()):
+        return trajectory
+    along = {n for n in trajectory.extra if n in COLUMNS and COLUMNS[n].span == "sequence"}
+    extra = {name: value[:length] if name in along else value for name, value in trajectory.extra.items()}
+    return replace(trajectory, tokens=trajectory.tokens[:length], mask=trajectory.mask[:length], extra=extra)

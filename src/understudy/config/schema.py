@@ -212,7 +212,8 @@ class Engines(Section):
 
 class Engine(Engines):
     context: int = Field(2048, ge=2)
-    """Prompt and answer tokens that a sequence may have; the cache grows up to this as needed."""
+    """Tokens that a sequence may have, prompt and all turns; an answer that reaches this ends with finish `length`. The
+    cache grows up to this as needed."""
 
 
 class Learner(Section):

@@ -1,8 +1,9 @@
 """What an engine does: it generates and scores. A language engine takes token ids, and text never reaches it, except to
 look for stop strings; a diffusion engine takes a prompt and gives media with the denoising steps that made them.
 
-`generate` may be aborted and then returns what it has. `score` looks at action positions only and returns arrays that
-align with them. `load` takes new weights and forgets every cache of older ones.
+`generate` may be aborted and then returns what it has. Where the engine's context ends before `max_tokens`, the answer
+ends there with finish `length`, without a token if the request fills the context. `score` looks at action positions
+only and returns arrays that align with them. `load` takes new weights and forgets every cache of older ones.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Sampling:
     min_tokens: int = 0
     """stop conditions before this many tokens are ignored (their ids cannot be drawn)"""
     max_tokens: int = 128
+    """at most as many as the engine's context has room for"""
     stop_ids: tuple[int, ...] = ()
     """ids that end the generation; the id itself is kept"""
     stop_strings: tuple[str, ...] = ()
@@ -50,6 +52,7 @@ class GenerateRequest:
 
 
 Finish = Literal["stop", "length", "abort"]
+"""A stop condition, `max_tokens` or the end of the engine's context, an abort."""
 
 
 @dataclass(frozen=True, slots=True)

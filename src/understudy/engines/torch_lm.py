@@ -15,7 +15,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -125,23 +125,24 @@ class TorchEngine:
     # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        needed = len(request.tokens) + request.sampling.max_tokens
         if len(request.tokens) == 0:
             raise EngineError(f"request {request.id}: no tokens to continue")
         if request.sampling.max_tokens < 1:
             raise EngineError(f"request {request.id}: max_tokens = {request.sampling.max_tokens}, at least 1 is needed")
-        if needed > self.context:
-            raise EngineError(
-                f"request {request.id}: {len(request.tokens)} prompt tokens and {request.sampling.max_tokens} new ones "
-                f"do not fit engine.context = {self.context}"
-            )
         if request.sampling.stop_strings and self.decode is None:
             raise EngineError(f"request {request.id}: stop strings need an engine with a decoder")
+        room = max(self.context - len(request.tokens), 0)
+        if request.sampling.max_tokens > room:
+            least = min(request.sampling.min_tokens, room)
+            request = replace(request, sampling=replace(request.sampling, min_tokens=least, max_tokens=room))
         generator = torch.Generator().manual_seed(request.seed)
         uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         sequence = _Sequence(request, future, uniform.tolist())
         sequence.times["submitted"] = time.perf_counter()
+        if not room:
+            sequence.finish = "length"
+            return sequence.result()
         heapq.heappush(self._waiting, (request.order, next(self._order), sequence))
         self.on_work()
         return await future
