@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -150,13 +151,13 @@ def iteration(world: World, optimizer: torch.optim.Optimizer, noise: torch.Gener
     return float(reward.mean())
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="toy:digits")
+    parser.add_argument("--model", default="toy:digits", help="toy:digits, toy:digits-SEED or a directory like theirs")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--random-reward", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     world = World(args.model)
     world.transformer.train()

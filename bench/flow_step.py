@@ -2,6 +2,7 @@
 
     python -m bench.flow_step                 medians of both sides and their ratio
     python -m bench.flow_step --profile       where the time of one step of understudy goes
+    python -m bench.flow_step --tiny          one step of each side: shows that both run
 
 Both sides live in this process, on one thread, with the same model, sizes and number of updates, and take turns.
 A step of understudy is `understudy.train.step` of recipes/flow_grpo_digits.yaml: rollout through agent loops, rewards
@@ -18,7 +19,7 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from understudy.train import Run, open_run
 from understudy.train import step as train_step
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "flow_grpo_digits.yaml"
+MODEL = "toy:digits"
 SAME_WORK = ("data.validation=null", "rewards.accuracy=null", "rewards.gold_accuracy=null", "steps=1000000")
 """Nothing is evaluated, and pictures are judged by the reward alone, as in the flat script."""
 LIMIT = 1.05
@@ -66,25 +68,25 @@ class Timed(NamedTuple):
         return statistics.median(a.wall / b.wall for a, b in zip(*self, strict=True))
 
 
-def opened(directory: Path) -> Run:
+def opened(directory: Path, model: str) -> Run:
     """The shipped recipe."""
-    config = load(RECIPE, [f"out={directory}", *SAME_WORK]).config
+    config = load(RECIPE, [f"out={directory}", f"student.path={model}", *SAME_WORK]).config
     run_directory = RunDirectory.create(directory / config.name, dump(config))
     return open_run(config, run_directory, Display(config.steps, "bench", console=Console(file=io.StringIO())))
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Run]:
+async def running(model: str) -> AsyncIterator[Run]:
     """A run that is ready for its first step."""
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as directory:
-        run = opened(Path(directory))
+        run = opened(Path(directory), model)
         async with run.parts.backstage.running():
             await run.parts.backstage.publish(run.version)
             yield run
 
 
-def flat_side() -> Callable[[], Awaitable[None]]:
-    world = flow_flat.World("toy:digits")
+def flat_side(model: str) -> Callable[[], Awaitable[None]]:
+    world = flow_flat.World(model)
     world.transformer.train()
     optimizer = torch.optim.AdamW(world.transformer.parameters(), lr=flow_flat.LR, weight_decay=0.0, fused=True)
     noise = torch.Generator().manual_seed(0)
@@ -108,12 +110,13 @@ async def warm_up(run: Run) -> None:
         await train_step(run)
 
 
-async def measure(steps: int) -> Timed:
+async def measure(steps: int, model: str = MODEL, warm: bool = True) -> Timed:
     """Both sides in turn; who goes first changes every time."""
-    timed, flat = Timed([], []), flat_side()
-    async with running() as run:
-        await warm_up(run)
-        await flat()
+    timed, flat = Timed([], []), flat_side(model)
+    async with running(model) as run:
+        if warm:
+            await warm_up(run)
+            await flat()
         sides: list[tuple[Callable[[], Awaitable[None]], list[Spent]]]
         sides = [(lambda: train_step(run), timed.ours), (flat, timed.flat)]
         for number in range(steps):
@@ -122,10 +125,11 @@ async def measure(steps: int) -> Timed:
     return timed
 
 
-async def profile() -> str:
+async def profile(model: str = MODEL, warm: bool = True) -> str:
     """Functions of one step of understudy by the time they take themselves."""
-    async with running() as run:
-        await warm_up(run)
+    async with running(model) as run:
+        if warm:
+            await warm_up(run)
         profiler = cProfile.Profile()
         profiler.enable()
         await train_step(run)
@@ -152,16 +156,18 @@ def show(timed: Timed, console: Console) -> None:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each side")
     parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
+    parser.add_argument("--model", default=MODEL, help="of both sides: toy:digits or a directory like it")
+    parser.add_argument("--tiny", action="store_true", help="one step of each side, none to warm up: measures nothing")
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.profile:
-        print(asyncio.run(profile()))
+        print(asyncio.run(profile(args.model, warm=not args.tiny)))
         return
-    show(asyncio.run(measure(args.steps)), Console())
+    show(asyncio.run(measure(1 if args.tiny else args.steps, args.model, warm=not args.tiny)), Console())
 
 
 if __name__ == "__main__":

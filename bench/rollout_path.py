@@ -3,6 +3,7 @@
     python -m bench.rollout_path                    100 and 10,000 episodes, embedded and on Ray
     python -m bench.rollout_path --only embedded    one of them
     python -m bench.rollout_path --profile          where the time of the embedded path goes
+    python -m bench.rollout_path --tiny             16 and 32 episodes, once: shows that both run
 
 All episodes of a run are in flight together, 8 of each prompt; a teacher scores each with its top 32. Runs of 100 go
 three side by side, so that at least 256 are in flight as in a large one; one of them alone is shown too: it waits
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.cluster import sample_queue
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.single_turn import SingleTurn
 from understudy.agent_loop.worker import AgentLoopWorker
@@ -40,9 +42,25 @@ from understudy.scoring import EpisodeScorer
 from understudy.teachers.client import ResidentTeacher, TeacherClient
 from understudy.teachers.pool import TeacherPool
 
-FEW, MANY, SAMPLES = 100, 10_000, 8
-BESIDE = {FEW: 3, MANY: 1}
-"""Runs side by side: 256 episodes are in flight at least."""
+SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Episodes of a small and of a large run, and how often each is measured."""
+
+    few: int = 100
+    many: int = 10_000
+    few_rounds: int = 9
+    many_rounds: int = 3
+    beside: int = 3
+    """small runs side by side: 256 episodes are in flight at least"""
+
+    def beside_of(self, episodes: int) -> int:
+        return self.beside if episodes == self.few else 1
+
+
+TINY = Sizes(2 * SAMPLES, 4 * SAMPLES, 1, 1)
 PROMPT, ANSWER, TOP = 32, 32, 32
 """Tokens of a prompt and of an answer; most likely tokens that the teacher names."""
 WINDOW = 0.01
@@ -51,7 +69,6 @@ WANTED = {"embedded": 0.2, "ray": 1.0}
 EVEN = 1.2
 """Cost per trajectory of many episodes against few, at most."""
 NEEDS = ("tokens", "teacher_topk_logp")
-ROUNDS = {FEW: 9, MANY: 3}
 
 
 class AtOnce:
@@ -142,24 +159,26 @@ async def measure(
     return Cost(whole / rows, first)
 
 
-async def rounds(queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]]) -> dict[tuple[int, int], Cost]:
+async def rounds(
+    queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]], sizes: Sizes
+) -> dict[tuple[int, int], Cost]:
     """Medians by episodes of a run and runs side by side, in turns, after one run that is not counted."""
-    await measure(queue, work, FEW)
-    seen: dict[tuple[int, int], list[Cost]] = {(FEW, 1): [], (FEW, BESIDE[FEW]): [], (MANY, 1): []}
-    for at in range(max(ROUNDS.values())):
+    await measure(queue, work, sizes.few)
+    seen: dict[tuple[int, int], list[Cost]] = {(sizes.few, 1): [], (sizes.few, sizes.beside): [], (sizes.many, 1): []}
+    for at in range(max(sizes.few_rounds, sizes.many_rounds)):
         for (episodes, beside), costs in seen.items():
-            if at < ROUNDS[episodes]:
+            if at < (sizes.few_rounds if episodes == sizes.few else sizes.many_rounds):
                 costs.append(await measure(queue, work, episodes, beside))
     return {
         which: Cost(median(c.whole for c in costs), median(c.first for c in costs)) for which, costs in seen.items()
     }
 
 
-def embedded() -> dict[tuple[int, int], Cost]:
+def embedded(sizes: Sizes) -> dict[tuple[int, int], Cost]:
     collect_rarely()  # as every process of a run does
     queue = MemoryQueue()
     rollout = make_rollout(queue)
-    return asyncio.run(rounds(queue, lambda prompts: run_prompts(rollout, prompts)))
+    return asyncio.run(rounds(queue, lambda prompts: run_prompts(rollout, prompts), sizes))
 
 
 class Worker:
@@ -177,61 +196,57 @@ class Worker:
         return await run_prompts(self.rollout, prompts)
 
 
-def on_ray() -> dict[tuple[int, int], Cost]:
+def on_ray(sizes: Sizes) -> dict[tuple[int, int], Cost]:
     import ray
 
     from understudy.board import BOARD, Board
-    from understudy.queue.transfer_queue import start
     from understudy.runtime.ray import OPEN_CALLS
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-    queue = start(window=WINDOW)
     actor: Any = ray.remote(Worker)
-    try:
+    with sample_queue(window=WINDOW) as queue:
         board = ray.remote(Board).options(name=BOARD, num_cpus=0, max_concurrency=OPEN_CALLS)
-        desks = board.remote({"student": 2, "teacher": 2}, MANY)
+        desks = board.remote({"student": 2, "teacher": 2}, sizes.many)
         worker = actor.options(num_cpus=0).remote(queue)
-        found = asyncio.run(rounds(queue, worker.run.remote))
+        found = asyncio.run(rounds(queue, worker.run.remote, sizes))
         print(f"ray       left at the desks: {ray.get(desks.in_flight.remote())}")
         return found
-    finally:
-        queue.close()
-        ray.shutdown()
 
 
-def show(name: str, costs: dict[tuple[int, int], Cost]) -> None:
+def show(name: str, costs: dict[tuple[int, int], Cost], sizes: Sizes) -> None:
     for (episodes, beside), cost in costs.items():
-        judged = beside == BESIDE[episodes]
+        judged = beside == sizes.beside_of(episodes)
         verdict = f", wanted {WANTED[name]}" if judged and cost.whole * 1e3 > WANTED[name] else ""
         first = f"first group after {cost.first * 1e3:.1f} ms"
         print(
             f"{name:8}  {beside} × {episodes:6,} episodes  {cost.whole * 1e3:.3f} ms per trajectory{verdict}; {first}"
         )
-    ratio = costs[MANY, 1].whole / costs[FEW, BESIDE[FEW]].whole
-    print(f"{name:8}  {MANY:,} against {FEW}: {ratio:.2f}{'' if ratio <= EVEN else f', wanted {EVEN}'}")
+    ratio = costs[sizes.many, 1].whole / costs[sizes.few, sizes.beside].whole
+    print(f"{name:8}  {sizes.many:,} against {sizes.few}: {ratio:.2f}{'' if ratio <= EVEN else f', wanted {EVEN}'}")
 
 
-def profile() -> None:
+def profile(sizes: Sizes) -> None:
     collect_rarely()
     queue = MemoryQueue()
     rollout = make_rollout(queue)
     with cProfile.Profile() as profiler:
-        asyncio.run(measure(queue, lambda prompts: run_prompts(rollout, prompts), MANY))
+        asyncio.run(measure(queue, lambda prompts: run_prompts(rollout, prompts), sizes.many))
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(WANTED))
     parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
+    parser.add_argument("--tiny", action="store_true", help="few episodes, once: shows that it runs, measures nothing")
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    sizes = TINY if args.tiny else Sizes()
     if args.profile:
-        profile()
+        profile(sizes)
         return
     for name, side in (("embedded", embedded), ("ray", on_ray)):
         if args.only in (None, name):
-            show(name, side())
+            show(name, side(sizes), sizes)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from bench.stats import OURS, TRL
+from bench.stats import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENTS = {OURS: ".venv", **dict.fromkeys(TRL, ".venv-trl")}
+TRL_ENVIRONMENT = ROOT / ".venv-trl"
+"""made by bench/setup_trl.sh; our own side runs with the interpreter of the driver"""
 SETTINGS: dict[str, dict[str, str]] = {
     OURS: {},
     "trl_gkd": {"micro_batch": "16", "attention": "sdpa"},
@@ -57,8 +59,8 @@ class Spec:
     @classmethod
     def parse(cls, text: str) -> Self:
         side, _, rest = text.partition(":")
-        if side not in ENVIRONMENTS:
-            raise ValueError(f"unknown side {side!r}: choose from {', '.join(ENVIRONMENTS)}")
+        if side not in SETTINGS:
+            raise ValueError(f"unknown side {side!r}: choose from {', '.join(SETTINGS)}")
         settings = {}
         for item in filter(None, rest.split(",")):
             key, equals, value = item.partition("=")
@@ -74,12 +76,11 @@ class Spec:
         return f"{self.side}:{rest}" if rest else self.side
 
     def command(self, work: Path) -> list[str]:
-        python = ROOT / ENVIRONMENTS[self.side] / "bin" / "python"
-        if not python.exists():
-            how = "run bench/setup_trl.sh" if self.side in TRL else "install the project into .venv"
-            raise SideError(f"{self.name} needs {python}, which does not exist: {how}")
         if self.side == OURS:
-            return [str(python), "-m", "bench.understudy_side", str(work)]
+            return [sys.executable, "-m", "bench.understudy_side", str(work)]
+        python = TRL_ENVIRONMENT / "bin" / "python"
+        if not python.exists():
+            raise SideError(f"{self.name} needs {python}, which does not exist: run bench/setup_trl.sh")
         settings = {**SETTINGS[self.side], **self.settings}
         options = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         return [str(python), "-m", "bench.trl_side", str(work), self.side.removeprefix("trl_"), *options]

@@ -113,6 +113,7 @@ class StepGate(TrainerCallback):
 
 def shared_settings(work: Work, micro_batch: int, output: str) -> dict[str, Any]:
     """Arguments of both trainers: the work and nothing else (no logs, saves, checkpointing or mixed precision)."""
+    micro_batch = min(micro_batch, work.prompts_per_step)
     return {
         "output_dir": output,
         "per_device_train_batch_size": micro_batch,

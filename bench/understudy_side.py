@@ -35,7 +35,11 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     channel = Channel()
     libraries = memory("VmRSS")
-    serve(channel, build(work), libraries)
+    stepper = build(work)
+    try:
+        serve(channel, stepper, libraries)
+    finally:
+        stepper.close()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from bench.protocol import Work
 from understudy import train
+from understudy.backstage import Embedded
 from understudy.config.load import dump
 from understudy.config.schema import Config
 from understudy.record.display import Display
@@ -45,6 +47,9 @@ class Stepper(Protocol):
     teacher_bytes: int
     """bytes of the teacher's weights"""
 
+    def close(self) -> None:
+        """Stop the run and delete what it wrote."""
+
     def step(self) -> StepReport:
         """Generate for the next `work.batch(step)`, score with the teacher, update the student once."""
 
@@ -55,11 +60,19 @@ class UnderstudyStepper:
     def __init__(self, run: train.Run, prompt_tokens: list[int], per_step: int) -> None:
         self.run = run
         self.prompt_tokens, self.per_step = prompt_tokens, per_step
-        self.student_bytes = _bytes(run.parts.student.model)
-        self.teacher_bytes = sum(_bytes(engine.model.model) for engine in run.parts.teacher_engines.values())
+        backstage = run.parts.backstage
+        assert isinstance(backstage, Embedded)
+        self.student_bytes = _bytes(backstage.student.model.model)
+        self.teacher_bytes = sum(_bytes(engine.model.model) for engine in backstage.teachers.values())
         self.loop = asyncio.new_event_loop()
-        self.running = run.parts.running()  # kept, or it would be left when nobody refers to it
+        self.running = backstage.running()  # kept, or it would be left when nobody refers to it
         self.loop.run_until_complete(self.running.__aenter__())
+        self.loop.run_until_complete(backstage.publish(run.version))
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.running.__aexit__(None, None, None))
+        self.loop.close()
+        shutil.rmtree(self.run.directory.path.parent)
 
     def step(self) -> StepReport:
         at = self.run.step * self.per_step % len(self.prompt_tokens)
@@ -101,6 +114,7 @@ def build(work: Work) -> Stepper:
     )
     run_directory = RunDirectory.create(directory / "run", dump(config))
     run = train.open_run(config, run_directory, Display(config.steps, "bench", console=Console(file=io.StringIO())))
+    assert run.parts.tokenizer is not None
     lengths = [len(run.parts.tokenizer.render(p.messages)) for p in run.parts.stream.take(len(work.prompts))]
     run.parts.stream.restore({**run.parts.stream.state(), "position": 0})
     return UnderstudyStepper(run, lengths, work.prompts_per_step)

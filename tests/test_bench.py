@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, its protocol and the file it writes; no model is loaded and nothing is timed."""
+"""The benchmarks: their arithmetic, their protocol, the file they write, and a tiny round of each. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +15,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import tiny
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import flow_step, limits, opd_step, protocol, report, sides, stats  # noqa: E402
+from bench import (  # noqa: E402
+    flow_flat,
+    flow_step,
+    full_loss,
+    limits,
+    opd_step,
+    protocol,
+    queue_bandwidth,
+    report,
+    rollout_path,
+    sides,
+    stats,
+)
 
 MACHINE = {"load_before": 0.0}
 
@@ -124,8 +140,6 @@ def test_flow_iterations_are_compared_by_medians_and_by_neighbours() -> None:
 
 
 def test_both_flow_sides_do_the_same_work() -> None:
-    from bench import flow_flat
-
     from understudy.config.diffusion import DiffusionConfig, FlowGrpo
     from understudy.config.load import load
 
@@ -287,3 +301,177 @@ def test_a_side_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> Non
 
 def test_setup_script_is_valid_shell() -> None:
     subprocess.run(["bash", "-n", str(ROOT / "bench" / "setup_trl.sh")], check=True)
+
+
+# ── one tiny round of every benchmark ────────────────────────────────────────────────────────────────────────────────
+
+Printed = pytest.CaptureFixture[str]
+HAS_TRL = (sides.TRL_ENVIRONMENT / "bin" / "python").exists()
+
+
+@pytest.fixture(autouse=True)
+def _results_are_left_alone() -> Iterator[None]:
+    before = opd_step.RESULTS.read_bytes()
+    yield
+    assert opd_step.RESULTS.read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TRL wants a tokenizer with a token to pad with."""
+    directory = tiny.save(tmp_path_factory.mktemp("bench") / "model", seed=1)
+    tokenizer = tiny.tokenizer(extra=("<pad>",))
+    tokenizer.pad_token = "<pad>"
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def tiny_step(model: Path, tmp_path: Path, *names: str) -> dict[str, Any]:
+    """The results of a tiny round of these sides, each in a process of its own."""
+    out = tmp_path / "results.json"
+    words = ["--tiny", "--threads", "1", "--model", str(model), "--out", str(out), "--sides", *names]
+    assert opd_step.main(words) == 0
+    found: dict[str, Any] = json.loads(out.read_text())["opd_step"]
+    assert (found["prompts_per_step"], found["new_tokens"]) == (2, 4)
+    return found
+
+
+def test_our_side_of_a_distillation_step_runs(model: Path, tmp_path: Path, capfd: Printed) -> None:
+    ours = tiny_step(model, tmp_path, stats.OURS)["ours"]
+    assert min(ours["phases"][name] for name in protocol.PHASES) > 0
+    floor = ours["static_floor"]
+    layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32)
+    assert floor["teacher"] - floor["student"] == layer, "one layer is cut out of the student, and all of both counts"
+    assert floor["gradients"] == floor["student"]
+    assert ours["share_of_limit"].keys() == set(protocol.PHASES)
+    assert "tokens/s" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(not HAS_TRL, reason="TRL has an environment of its own, which bench/setup_trl.sh makes")
+def test_all_sides_of_a_distillation_step_run(model: Path, tmp_path: Path) -> None:
+    found = tiny_step(model, tmp_path, stats.OURS, *stats.TRL)
+    assert found["ratio_vs_trl"] > 0
+    assert {found[side]["static_floor"]["teacher"] for side in ("ours", *stats.TRL)} == {
+        found["ours"]["static_floor"]["teacher"]
+    }
+
+
+def test_our_side_learns_from_the_prompts_of_each_step(model: Path, tmp_path: Path) -> None:
+    """The KL that a step reports is that of its own prompts and weights: it starts at 0 only for a twin."""
+    from bench import understudy_step
+
+    prompts = ("Name a colour.", "Say hello.", "Count to five, please.", "What do bees make?")
+    found, other = {}, tiny.save(tmp_path / "other", seed=2)
+    tiny.tokenizer(extra=("<pad>",)).save_pretrained(other)
+    for name, teacher in (("other", other), ("twin", model)):
+        stepper = understudy_step.build(
+            protocol.Work(str(teacher), str(model), prompts, prompts_per_step=2, new_tokens=3, threads=1)
+        )
+        try:
+            found[name] = [stepper.step() for _ in range(3)]
+        finally:
+            stepper.close()
+    for report_ in (*found["other"], *found["twin"]):
+        assert report_.new_tokens == 2 * 3
+    first, second, again = (report_.prompt_tokens for report_ in found["other"])
+    assert first == again != second, "prompts come round again"
+    assert found["other"][0].loss > 0.01
+    assert abs(found["twin"][0].loss) < 1e-6
+
+
+def test_trl_side_reports_a_missing_environment(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Printed
+) -> None:
+    monkeypatch.setattr(sides, "TRL_ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(opd_step, "measure_limits", lambda *_: {})
+    assert opd_step.main(["--tiny", "--model", str(model), "--sides", "trl_gkd"]) == 1
+    assert "run bench/setup_trl.sh" in capfd.readouterr().err
+
+
+def test_full_loss_runs_and_both_sides_agree(capfd: Printed) -> None:
+    full_loss.main(["--tiny"])
+    printed = capfd.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == ["plain", "ours", "memory"]
+
+
+def test_limits_are_measured(model: Path, capfd: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of the other tests
+    limits.main([str(model), "--tiny"])
+    measured = json.loads(capfd.readouterr().out)
+    assert measured.keys() == {"1", "2"}
+    assert limits.machine_of(measured, 1).flops > 0
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from understudy.models.digits import RECIPE, build
+
+    directory = tmp_path_factory.mktemp("digits")
+    build(directory, 0, replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4))
+    return str(directory)
+
+
+def test_the_flat_script_runs(digits: str, capfd: Printed) -> None:
+    flow_flat.main(["--iterations", "1", "--model", digits])
+    printed = capfd.readouterr().out
+    assert "before: accuracy" in printed
+    assert "after:  accuracy" in printed
+
+
+def test_both_sides_of_a_flow_step_run(digits: str, capfd: Printed) -> None:
+    flow_step.main(["--tiny", "--model", digits])
+    printed = capfd.readouterr().out
+    assert "understudy takes" in printed
+    assert "flat script" in printed
+
+
+def test_a_flow_step_can_be_profiled(digits: str, capfd: Printed) -> None:
+    flow_step.main(["--tiny", "--profile", "--model", digits])
+    assert "function calls" in capfd.readouterr().out
+
+
+def test_the_embedded_rollout_path_runs(capfd: Printed) -> None:
+    rollout_path.main(["--tiny", "--only", "embedded"])
+    assert "32 against 16" in capfd.readouterr().out
+    rollout_path.main(["--tiny", "--profile"])
+    assert "function calls" in capfd.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for both benchmarks that need one."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("transfer_queue")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.cloudpickle.register_pickle_by_value(rollout_path)  # as where it is started as a script
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(rollout_path)
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_rollout_path_on_ray_runs(capfd: Printed) -> None:
+    rollout_path.main(["--tiny", "--only", "ray"])
+    printed = capfd.readouterr().out
+    assert "left at the desks: {'student': [0, 0], 'teacher': [0, 0]}" in printed
+    assert "32 against 16" in printed
+
+
+@pytest.mark.usefixtures("cluster")
+def test_queue_bandwidth_runs(capfd: Printed) -> None:
+    queue_bandwidth.main(["--tiny"])
+    printed = capfd.readouterr().out
+    assert printed.startswith("16 rows")
+    assert all(name in printed for name in ("raw", "ours", "first row", "idle Clerk"))
+
+
+def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    started = {line.split("bench.")[1].split()[0] for line in makefile.splitlines() if "-m bench." in line}
+    scripts = {path.stem for path in (ROOT / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    sides_of_it = {"trl_side", "understudy_side"}
+    assert started <= scripts
+    tried = {"opd_step", "full_loss", "queue_bandwidth", "rollout_path", "flow_step", "flow_flat", "limits"}
+    assert scripts - sides_of_it == tried

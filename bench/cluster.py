@@ -1,0 +1,28 @@
+"""A local Ray with TransferQueue in it, for the benchmarks that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def sample_queue(**settings: Any) -> Iterator[Any]:
+    """The TransferQueue back end of the sample queue, in the Ray that is running or in one that ends with the block."""
+    import ray
+
+    from understudy.queue.transfer_queue import start
+
+    running = ray.is_initialized()
+    if not running:
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    try:
+        queue = start(**settings)
+        try:
+            yield queue
+        finally:
+            queue.close()
+    finally:
+        if not running:
+            ray.shutdown()
