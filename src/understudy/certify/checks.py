@@ -241,7 +241,10 @@ def extremes(subject: Subject) -> str:
     """Finite losses and gradients in float64 and float32; and where the teacher excludes a token, still a gradient."""
     for dtype in (torch.float64, torch.float32):
         for what, (own, theirs) in EXTREMES.items():
-            gradient = _extreme(subject, own, theirs, dtype)
+            try:
+                gradient = _extreme(subject, own, theirs, dtype)
+            except update.NonFiniteLoss as error:
+                return f"{what}, {dtype}: {error}"
             if not bool(torch.isfinite(gradient).all()):
                 return f"{what}, {dtype}: the gradient is not finite"
             if subject.exact and theirs == -torch.inf and own == 0 and not bool((gradient != 0).any()):
