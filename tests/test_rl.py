@@ -69,6 +69,18 @@ class LongOnesWin:
         return context.episode(prompt, [*rows[:-1], replace(rows[-1], reward=float(count == 3))])
 
 
+@register("rl_first_one_counts")
+class FirstOneCounts:
+    """Two trajectories with rewards of their own, of which the first says how the episode went; the loop or, in rows
+    that say so, the recipe's reward judges it."""
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> Episode:
+        tokens = context.render(prompt)
+        first, last = [context.trajectory(tokens, await context.generate(tokens)) for _ in range(2)]
+        given = None if prompt.columns.get("judged") else float(context.key.sample)
+        return context.episode(prompt, [replace(first, reward=given), replace(last, reward=0.5)], reward_from=0)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A place whose models several runs share."""
@@ -294,6 +306,38 @@ def test_the_last_trajectory_is_rewarded_and_all_of_its_episode_learn_from_it(
             assert found == pytest.approx(float(expected[groups.index(key.uid), key.sample]), abs=1e-4)
         assert metrics_of(run)[number - 1]["reward"] == pytest.approx(float(rewards.mean()))
     assert any(bool(batch.rows["task_advantage"].any()) for batch in batches)
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_the_trajectory_that_an_episode_names_is_the_one_that_counts(models: Path, judged: bool) -> None:
+    rows = [{"prompt": text, "judged": judged} for text in tiny.PROMPTS]
+    prompts = str(tiny.write_prompts(models / f"judged-{judged}.jsonl", rows))
+    made = config(
+        models,
+        {"name": "grpo", "resample": 3},
+        name=f"first-{judged}",
+        steps=1,
+        rollout={"agent_loop": "rl_first_one_counts", "samples": 4},
+        data={"train": prompts, "validation": prompts},
+        record={"rollouts": "all"},
+    )
+    run = understudy.train(made)
+    [step] = metrics_of(run)
+    kept = {row.key: row for row in RunDirectory.open(run).load_rollouts(1)}
+    assert len(kept) == 3 * 4 * 2
+    expected = {}
+    for key in kept:
+        text = "".join(piece for piece in kept[key._replace(index=0)].pieces if not re.fullmatch("<[a-z]+>", piece))
+        expected[key] = float(re.search(LETTER, text) is not None) if judged else float(key.sample)
+        assert kept[key].reward == expected[key]
+    assert step["reward"] == pytest.approx(sum(expected.values()) / len(expected))
+    flat = sum(len({expected[k] for k in expected if k.uid == uid}) == 1 for uid in {key.uid for key in kept})
+    assert step["zero_variance_groups"] == pytest.approx(flat / 3)
+    assert step["replaced_groups"] >= flat
+    if not judged:
+        assert step["replaced_groups"] == flat == 0, "no group is flat"
+        assert step["grad_norm"] > 0
+        assert summary_of(run)["eval"]["before"]["reward"] == 0, "sample 0 of every held-out prompt"
 
 
 def test_every_episode_counts_once_in_the_evaluation(models: Path) -> None:

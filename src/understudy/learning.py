@@ -247,12 +247,11 @@ def summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
-    """Groups whose episodes all have the same reward, that of their last trajectories: they teach nothing."""
+    """Groups whose episodes all have the same reward: they teach nothing."""
     batch = await queue.get(ref, ("reward",))
-    last = dict(zip((key.episode for key in batch.keys), batch.rows["reward"].tolist(), strict=True))
     rewards: dict[GroupKey, set[float]] = {}
-    for episode, reward in last.items():
-        rewards.setdefault(episode.group, set()).add(reward)
+    for row in Episodes.of(batch).reward_row.tolist():
+        rewards.setdefault(batch.keys[row].group, set()).add(float(batch.rows["reward"][row]))
     return [group for group, seen in rewards.items() if len(seen) == 1]
 
 

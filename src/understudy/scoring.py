@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from understudy.data.trajectory import Episode, Key, Prompt, Trajectory
@@ -48,7 +49,8 @@ class EpisodeScorer:
     async def __call__(self, episode: Episode, step: int) -> None:
         keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
         rows = list(zip(keys, episode.trajectories, strict=True))
-        stored = asyncio.create_task(self._store(rows, step))  # judges need not wait for the queue
+        given = episode.rewarded.reward
+        stored = asyncio.create_task(self._store(rows, given, step))  # judges need not wait for the queue
         work = [self._judge(judge, key, episode.prompt, row, stored) for key, row in rows for judge in self.judges]
         work += [self._judge_episode(judge, episode, keys, stored) for judge in self.episode_judges]
         try:
@@ -62,9 +64,11 @@ class EpisodeScorer:
             elif outcome is not None:
                 raise outcome
 
-    async def _store(self, rows: list[tuple[Key, Trajectory]], step: int) -> None:
+    async def _store(self, rows: list[tuple[Key, Trajectory]], reward: float | None, step: int) -> None:
+        """Rows share the reward that the loop gave their episode, if it gave one."""
+        given = {} if reward is None else {"reward": torch.tensor(reward, dtype=torch.float32)}
         for key, row in rows:
-            await self.queue.put(key, row.columns(), _tags(row, step), of=len(rows))
+            await self.queue.put(key, {**row.columns(), **given}, _tags(row, step), of=len(rows))
 
     async def _judge(self, judge: Judge, key: Key, prompt: Prompt, trajectory: Trajectory, stored: Stored) -> None:
         columns = await judge(key, prompt, trajectory)

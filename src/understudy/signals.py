@@ -179,7 +179,7 @@ def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJ
     the run's rewards, in the order of column reward_parts."""
 
     async def judge(episode: Episode) -> dict[str, Tensor]:
-        trajectory = episode.trajectories[episode.reward_from]
+        trajectory = episode.rewarded
         if trajectory.reward is not None:
             nothing = torch.full((len(names),), float("nan"))
             return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32), "reward_parts": nothing}

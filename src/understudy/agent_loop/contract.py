@@ -171,10 +171,10 @@ class LoopContext:
             extra |= painted.conditioning
         return Trajectory(NO_TOKENS, painted.mask, painted.logp, painted.version, extra=extra)
 
-    def episode(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Episode:
-        """The finished episode, with its timings."""
+    def episode(self, prompt: Prompt, trajectories: Sequence[Trajectory], reward_from: int = -1) -> Episode:
+        """The finished episode, with its timings; `reward_from` is the trajectory whose reward is the episode's."""
         timings = {**self.timings, "total": time.perf_counter() - self.started}
-        return Episode(self.key, prompt, tuple(trajectories), timings=timings)
+        return Episode(self.key, prompt, tuple(trajectories), reward_from, timings)
 
 
 @lru_cache(maxsize=16)

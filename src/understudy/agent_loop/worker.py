@@ -71,6 +71,9 @@ def _check(episode: Episode, name: str) -> None:
     """What a loop of the user's may get wrong, said before it reaches the queue."""
     if not episode.trajectories:
         raise ValueError(f"loop {name!r} returned an episode without trajectories")
+    count = len(episode.trajectories)
+    if not -count <= episode.reward_from < count:
+        raise ValueError(f"reward_from is {episode.reward_from}, but the episode has {count} trajectories")
     for number, trajectory in enumerate(episode.trajectories):
         empty = trajectory.tokens.shape[0] == 0
         if not (empty and "sigmas" in trajectory.extra) and (empty or trajectory.prompt_length == 0):

@@ -40,7 +40,8 @@ class Episodes:
     group: Tensor
     """int64 [episodes]: number of the episode's group"""
     reward_row: Tensor
-    """int64 [episodes]: the row whose reward is the episode's: its last trajectory"""
+    """int64 [episodes]: a row that has the episode's reward. All rows do: which trajectory earned it (`reward_from`) is
+    settled before rows are stored. This is the last one."""
 
     @classmethod
     def of(cls, batch: Batch) -> Episodes:

@@ -127,6 +127,7 @@ class Trajectory:
     context: tuple[Message, ...] | None = None
     """messages that the tokens before the first action render, where they are not the prompt's own"""
     reward: float | None = None
+    """given by the loop itself; of an episode's trajectories the one named by `reward_from` counts"""
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     """further declared columns"""
@@ -138,12 +139,10 @@ class Trajectory:
         return len(self.mask) if first < 0 else first
 
     def columns(self) -> dict[str, Any]:
-        """The row that the queue stores."""
+        """The row that the queue stores; its reward is its episode's, see `Episode.rewarded`."""
         row = {"mask": self.mask, "behaviour_logp": self.behaviour_logp, "version": self.version, **self.extra}
         if self.tokens.shape[0]:
             row["tokens"] = self.tokens
-        if self.reward is not None:
-            row["reward"] = torch.tensor(self.reward, dtype=torch.float32)
         return row
 
 
@@ -155,9 +154,14 @@ class Episode:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     reward_from: int = -1
-    """index of the trajectory whose reward is the episode's"""
+    """index of the trajectory whose reward is the episode's, given by the loop or judged"""
     timings: Mapping[str, float] = field(default_factory=dict)
     """seconds by phase: wait (until admitted), generate, tools, …; `total` is the whole"""
+
+    @property
+    def rewarded(self) -> Trajectory:
+        """The trajectory whose reward is the episode's: all rows of the episode carry it, and no other."""
+        return self.trajectories[self.reward_from]
 
     def with_timings(self, timings: Mapping[str, float]) -> Episode:
         return replace(self, timings=dict(timings))
