@@ -84,9 +84,26 @@ def test_every_combination_that_the_schema_accepts_has_a_row(table: list[Row]) -
 def test_every_check_is_made(table: list[Row]) -> None:
     assert {check for row in table for check in row.checks} == set(ALL_CHECKS)
     left_out = {(check, row.form) for row in table for check in ALL_CHECKS if check not in row.checks}
-    assert {check for check, _ in left_out} == {"agreement", "finite_differences"}
-    assert not {form for _, form in left_out} & {"supervised", "policy_gradient"}
-    assert [form for check, form in left_out if check == "finite_differences"] == ["loss, k3_straight_through"]
+    assert {check for check, _ in left_out} == {"agreement", "finite_differences", "updates"}
+    assert not {form for check, form in left_out if check != "updates"} & {"supervised", "policy_gradient"}
+    assert {("second update" in row.form, "updates" in row.checks) for row in table} == {(True, True), (False, False)}
+    borrowed = {form for check, form in left_out if check == "finite_differences" and "update" not in form}
+    assert borrowed == {"loss, k3_straight_through", "loss, k2, sampler apart"}  # weights are not differentiated
+
+
+def test_batches_that_are_learned_from_again_and_samplers_that_differ_have_rows(table: list[Row]) -> None:
+    """Every algorithm, and every objective whose gradient depends on who drew the tokens."""
+    again = {row.objective for row in table if "second update" in row.form}
+    assert again == {*algorithms.SAMPLED, "reverse_kl", "reference_kl", *(set(schema.ALGORITHMS) - {"distill"})}
+    assert {row.form.split(", ")[1] for row in table if row.objective == "reference_kl" and "second" in row.form} == {
+        *get_args(schema.Grpo.model_fields["kl_estimator"].annotation)
+    }
+    apart = [row.form for row in table if "sampler apart" in row.form]
+    assert all(any(mode in form for form in apart) for mode in ("truncate", "mask"))
+    found = {(row.objective, row.form): row for row in table}
+    for name, exact in (("k2", True), ("k3", True), ("abs", True), ("mse", True), ("low_var_kl", False)):
+        assert found[name, "supervised, task rewards, second update"].exact == exact
+    assert not found["k1", "policy_gradient, second update"].exact
 
 
 def test_what_is_known_of_the_estimators(table: list[Row]) -> None:
@@ -209,6 +226,17 @@ def test_the_toys_expose_what_clamps_lose() -> None:
     assert float(seen.teacher.min()) > -30
 
 
+def test_the_student_that_draws_and_the_one_that_learns_are_apart() -> None:
+    """Far enough that a missing weight shows, near enough that no ratio is cut off at e^20."""
+    bench = Bench.of(subject("k2/sampled/supervised, task rewards, sampler apart, second update"))
+    seen = view(bench.cast, everything(*PROMPTS[0]))
+    for one, other in ((seen.student.detach(), seen.before), (seen.before, seen.sampler)):
+        gap = (one - other).abs()
+        assert 0.3 < float(gap.max()) < 20
+    plain = view(Cast(), everything(*PROMPTS[0]))
+    assert bool((plain.before == plain.student).all() and (plain.sampler == plain.student).all())
+
+
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BOTH = """
@@ -236,6 +264,7 @@ def test_a_file_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     found = {(row["objective"], row["form"], row["discount"]): row for row in rows}
     assert found.keys() == {
         ("sound", "supervised", None),
+        ("sound", "supervised, task rewards, second update", None),
         ("sound", "policy_gradient", 0),
         ("sound", "policy_gradient", 1),
         ("per_chunk", "supervised", None),

@@ -126,6 +126,31 @@ def test_distillation_with_task_rewards_has_two_losses() -> None:
     assert "plus task rewards, weight 0.25" in made.note
 
 
+SURROGATE = "from a batch's second update on PPO's surrogate"
+WEIGHED = "from a batch's second update on, tokens are weighed by how likely they are now"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ({"objective": "k2", "task_weight": 0.5}, {WEIGHED, SURROGATE}),
+        ({"objective": "reverse_kl", "task_weight": 0.5}, {SURROGATE}),
+        ({"objective": "k1", "form": "policy_gradient"}, {SURROGATE}),
+        ({"name": "grpo"}, {SURROGATE}),
+        ({"name": "ppo"}, {SURROGATE}),
+        ({"name": "reinforce_plus_plus"}, {SURROGATE}),
+    ],
+)
+@pytest.mark.parametrize("again", [{}, {"epochs": 2}, {"minibatches": 2}])
+def test_the_first_line_says_what_becomes_of_later_updates(
+    algorithm: dict[str, Any], said: set[str], again: dict[str, int]
+) -> None:
+    rewards = {"rewards": RIGHT} if "task_weight" in algorithm else {}
+    note = built({**algorithm, **again}, **rewards).note
+    assert {sentence for sentence in (WEIGHED, SURROGATE) if sentence in note} == (said if again else set())
+    assert note.count(SURROGATE) == bool(again)
+
+
 def test_settings_reach_the_policy_gradient() -> None:
     numbers: dict[str, Any] = {
         "clip_low": 0.1,

@@ -11,7 +11,16 @@ from torch import Tensor
 from understudy.algorithms.advantages import return_to_go, whiten
 from understudy.algorithms.contract import Algorithm, Episodes, Payload, Signal, TeacherHead
 from understudy.algorithms.objectives import OBJECTIVES, Form, Objective, Settings
-from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, common, sampler_gap, task_signal
+from understudy.algorithms.policy import (
+    ClippedLoss,
+    PolicySettings,
+    aggregator,
+    common,
+    later_updates,
+    sampler_gap,
+    task_signal,
+    token_weight,
+)
 from understudy.data.trajectory import Batch
 from understudy.losses import distillation, fused
 from understudy.losses.contract import Loss, LossSum, ModelOut
@@ -158,13 +167,16 @@ class SupervisedLoss:
     """Differentiate the divergence."""
 
     divergence: Divergence
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    """of the task rewards beside it: an estimate from the sampled token is corrected for who drew it, as they are"""
     name: str = "distill"
     coefficient: float = 1.0
 
     def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
         value, seen = self.divergence(out, columns)
-        detached = value.detach()
-        return LossSum(value.sum(), {"loss": detached, "divergence": detached, **seen})
+        weight = token_weight(self.policy, out.logp, columns) if self.divergence.payload == "sampled" else None
+        loss = value if weight is None else value * weight
+        return LossSum(loss.sum(), {"loss": loss.detach(), "divergence": value.detach(), **seen})
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +226,8 @@ def distill(
     losses: list[Loss] = []
     over_columns: Callable[[Batch], Signal] | None = None
     if form == "supervised":
-        losses.append(SupervisedLoss(Divergence(chosen_objective, chosen, heads, settings)))
+        beside = policy if task_weight > 0 else PolicySettings()
+        losses.append(SupervisedLoss(Divergence(chosen_objective, chosen, heads, settings), beside))
     else:
         losses.append(
             ClippedLoss(policy, advantage="distill_advantage", name="distill", shown=("divergence", "teacher_logp"))
@@ -231,13 +244,22 @@ def distill(
         losses=tuple(losses),
         note=f"{objective} ({form}), payload {chosen}: {exactness(chosen_objective, chosen, form, discount)}"
         + _raised_floor(settings)
-        + (f"; plus task rewards, weight {task_weight:g}" if task_weight > 0 else ""),
+        + (_later_updates(chosen, policy) if form == "supervised" else later_updates(policy))
+        + (f"; plus task rewards, weight {task_weight:g}" if task_weight > 0 else "")
+        + (later_updates(policy) if form == "supervised" and task_weight > 0 else ""),
         top_k=top_k if chosen in BUCKETED else 0,
         derives=("old_logp",) if policy.needs_old_logp and (task_weight > 0 or form != "supervised") else (),
         over_rows=over_rows,
         over_columns=over_columns,
         aggregate=aggregator(policy) if form == "policy_gradient" or task_weight > 0 else None,
     )
+
+
+def _later_updates(payload: Payload, policy: PolicySettings) -> str:
+    """What is said of a divergence that is differentiated more than once in a batch."""
+    if not policy.several_updates or payload != "sampled":
+        return ""
+    return "; from a batch's second update on, tokens are weighed by how likely they are now, at the states of before"
 
 
 def _raised_floor(settings: Settings) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from understudy.algorithms.contract import Algorithm
-from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, task_signal
+from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, later_updates, task_signal
 
 BASE = ("tokens", "mask", "behaviour_logp", "reward")
 
@@ -18,6 +18,7 @@ def grpo(policy: PolicySettings) -> Algorithm:
         payload="none",
         losses=(ClippedLoss(policy, advantage="task_advantage", name="policy"),),
         note=f"expected reward; advantage = reward against {against}, divided by {scale}; {policy.aggregation}"
+        + later_updates(policy)
         + (f"; KL to the reference {policy.kl:g} ({policy.kl_estimator})" if policy.kl > 0 else ""),
         derives=("old_logp",) if policy.needs_old_logp else (),
         over_rows=task_signal(policy),

@@ -62,6 +62,33 @@ def sampler_gap(logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     return (columns.get("old_logp", logp) - columns["behaviour_logp"]).abs()
 
 
+def token_weight(policy: PolicySettings, logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor | None:
+    """[actions]: how much more likely each action is now than it was when it was drawn, for estimates from the sampled
+    token; None where it is the same. States are weighed by nothing: they stay those that were visited.
+
+    From the weights before the updates to those now; from the sampler to the weights before, if `importance` says so.
+    """
+    if not policy.needs_old_logp:
+        return None
+    old = columns["old_logp"]
+    weight = _importance(policy, columns).weight
+    return weight * policy_gradient.reuse_weight(logp, old) if policy.several_updates else weight
+
+
+def _importance(policy: PolicySettings, columns: Mapping[str, Tensor]) -> policy_gradient.ImportanceWeight:
+    old = columns["old_logp"] if policy.needs_old_logp else columns["behaviour_logp"]
+    return policy_gradient.importance_weight(
+        old, columns["behaviour_logp"], mode=policy.importance, cap=policy.importance_cap
+    )
+
+
+def later_updates(policy: PolicySettings) -> str:
+    """What the run's first line adds where a batch is learned from more than once."""
+    if not policy.several_updates:
+        return ""
+    return "; from a batch's second update on PPO's surrogate: advantages and states stay, ratios are clipped"
+
+
 @dataclass(frozen=True, slots=True)
 class ClippedLoss:
     """The clipped policy gradient of one advantage column; the KL to a reference and an entropy bonus beside it."""
@@ -75,8 +102,7 @@ class ClippedLoss:
 
     def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
         policy, logp = self.policy, out.logp
-        behaviour = columns["behaviour_logp"]
-        old = columns["old_logp"] if policy.needs_old_logp else behaviour
+        old = columns["old_logp" if policy.needs_old_logp else "behaviour_logp"]
         result = policy_gradient.clipped(
             logp,
             old,
@@ -85,9 +111,7 @@ class ClippedLoss:
             clip_high=policy.clip_high,
             dual=policy.dual_clip,
         )
-        correction = policy_gradient.importance_weight(
-            old, behaviour, mode=policy.importance, cap=policy.importance_cap
-        )
+        correction = _importance(policy, columns)
         loss = result.loss * correction.weight
         seen = {
             "advantage": columns[self.advantage],
@@ -102,6 +126,8 @@ class ClippedLoss:
             seen["importance_cut"] = correction.cut.float()
         if policy.kl > 0:
             penalty = policy_gradient.kl_penalty(logp, columns["reference_logp"], policy.kl_estimator)
+            weight = token_weight(policy, logp, columns)
+            penalty = penalty if weight is None else penalty * weight
             loss = loss + policy.kl * penalty
             seen["reference_kl"] = penalty.detach()
         if policy.entropy > 0:

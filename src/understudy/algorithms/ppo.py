@@ -17,7 +17,7 @@ from understudy.algorithms.advantages import (
     whiten,
 )
 from understudy.algorithms.contract import Algorithm, Episodes, Signal
-from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, reward_metrics
+from understudy.algorithms.policy import ClippedLoss, PolicySettings, aggregator, later_updates, reward_metrics
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch
 from understudy.losses.contract import LossSum, ModelOut
@@ -90,7 +90,8 @@ def ppo(
         needs=(*BASE, *_reference(policy, kl_in_reward)),
         payload="none",
         losses=(ClippedLoss(policy, advantage="advantage", name="policy"),),
-        note=f"expected reward; advantages by GAE (discount {discount:g}, lambda {lam:g}) from a critic, whitened",
+        note=f"expected reward; advantages by GAE (discount {discount:g}, lambda {lam:g}) from a critic, whitened"
+        + later_updates(policy),
         derives=(*(("old_logp",) if policy.needs_old_logp else ()), "values"),
         over_rows=_rewards,
         over_columns=over_columns,
@@ -112,7 +113,8 @@ def reinforce_plus_plus(policy: PolicySettings, *, discount: float, kl_in_reward
         needs=(*BASE, *_reference(policy, kl_in_reward)),
         payload="none",
         losses=(ClippedLoss(policy, advantage="advantage", name="policy"),),
-        note=f"expected reward; advantage = return (discount {discount:g}) whitened over the batch",
+        note=f"expected reward; advantage = return (discount {discount:g}) whitened over the batch"
+        + later_updates(policy),
         derives=("old_logp",) if policy.needs_old_logp else (),
         over_rows=_rewards,
         over_columns=over_columns,

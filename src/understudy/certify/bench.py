@@ -12,8 +12,8 @@ from understudy import learning
 from understudy.algorithms.contract import Algorithm
 from understudy.certify.scene import PROMPTS, Rows, View, batch, everything, heads, view
 from understudy.certify.subjects import Subject
-from understudy.certify.textbook import Scalar, probability
-from understudy.certify.toy import TEMPERATURE, VOCABULARY, Cast, Copies, Toy
+from understudy.certify.textbook import Scalar, drawn
+from understudy.certify.toy import TEMPERATURE, VOCABULARY, Cast, Copies, Toy, earlier
 from understudy.data.ragged import concatenate
 from understudy.data.trajectory import Batch, Key
 from understudy.learner import update
@@ -35,6 +35,11 @@ class Bench:
     @classmethod
     def of(cls, subject: Subject, cast: Cast | None = None) -> Bench:
         cast = cast if cast is not None else Cast()
+        dtype = cast.student.embedding.dtype
+        if subject.updated and cast.before is None:
+            cast = replace(cast, before=earlier(5, 0.1).to(dtype))
+        if subject.sampled_apart and cast.sampler is None:
+            cast = replace(cast, sampler=earlier(6, 0.1).to(dtype))
         return cls(subject, cast, subject.build(heads(cast)))
 
     @property
@@ -53,7 +58,7 @@ class Bench:
 
     def prepared(self, given: Batch, limits: Limits = LIMITS) -> Batch:
         """What the learner gets to see: all that the losses need, held fixed from here on. As a run makes it."""
-        student = trainable(self.cast.student)
+        student = trainable(self.cast.old)
         critic = trainable(self.cast.critic) if self.algorithm.critic_losses else None
         found, _ = learning.prepare(self.algorithm, student, critic, given, limits)
         works = learning.updates(self.algorithm, student, critic, found, Schedule(actor=not self.subject.critic))
@@ -144,7 +149,7 @@ def _drawn(bench: Bench, world: World) -> tuple[Tensor, Tensor]:
     by itself. The learner's pass is over all of them at once, with a copy of the weights for each row: what it adds to
     a copy is that row's share of the mean, so times the number of batches it is the share within its own.
     """
-    likely, complete = probability(world.seen).detach(), bench.batch(world.rows)
+    likely, complete = drawn(world.seen), bench.batch(world.rows)
     prepared = bench.prepared(complete)
     if bench.subject.samples == 2:
         pairs = [(first, second) for first in range(len(complete)) for second in range(first + 1)]

@@ -7,12 +7,14 @@ trajectories, a sampler that is a little off.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from understudy import learning
 from understudy.certify.bench import LIMITS, Bench, trainable
 from understudy.certify.scene import Rows, ragged, shaped, view
 from understudy.certify.subjects import Subject
@@ -123,6 +125,53 @@ def _changed(batch: Batch, change: Callable[[Ragged], Ragged]) -> Batch:
     return replace(batch, columns={name: change(column) for name, column in batch.columns.items()})
 
 
+# ── several updates of one batch ─────────────────────────────────────────────────────────────────────────────────────
+
+MOVE = 0.1
+"""length of the step between updates: log-probs move by some tenths"""
+
+
+def updates(subject: Subject) -> str:
+    """All updates of a step, epoch after epoch and part after part: each has the gradient of the plain formula over its
+    rows, at the weights that the earlier ones left; what belongs to the weights before all of them stays."""
+    assert subject.each is not None
+    cast = Cast()
+    bench = Bench.of(subject, replace(cast, before=deepcopy(cast.student)))
+    rows = ragged(6)
+    student = trainable(cast.student)
+    critic = trainable(cast.critic) if bench.algorithm.critic_losses else None
+    prepared, _ = learning.prepare(bench.algorithm, student, critic, bench.batch(rows), LIMITS)
+    seen, parts = view(bench.cast, rows), list[list[int]]()
+    for work in learning.updates(bench.algorithm, student, critic, prepared, subject.schedule):
+        if work.trainable is not student:
+            continue
+        parts.append(work.rows)
+        here = torch.isin(seen.row, torch.tensor(work.rows))
+        each = subject.each(view(bench.cast, rows))
+        expected = bench.textbook(lambda _, each=each, here=here: each[here].sum() / here.sum(), seen)  # type: ignore[misc]
+        gradient = bench.gradient(work.batch)
+        if reason := _differs(f"update {len(parts)}", gradient, expected):
+            return reason
+        for parameter, slope in zip(student.parameters, _parts(gradient, student.parameters), strict=True):
+            parameter.data.sub_(MOVE * slope / gradient.norm())
+    return _dealt(parts, len(prepared), subject)
+
+
+def _dealt(parts: list[list[int]], rows: int, subject: Subject) -> str:
+    """Every epoch has all rows once, in as many parts as the recipe says."""
+    count = subject.schedule.minibatches
+    epochs = [parts[at : at + count] for at in range(0, len(parts), count)]
+    once = all(sorted(row for part in epoch for row in part) == list(range(rows)) for epoch in epochs)
+    if once and len(epochs) == subject.schedule.epochs and len(parts) > 1 and all(parts):
+        return ""
+    return f"the updates were made from rows {parts}"
+
+
+def _parts(flat: Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
+    pieces = flat.split([parameter.numel() for parameter in parameters])
+    return [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+
 # ── masks and shapes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
@@ -190,8 +239,8 @@ def finite_differences(subject: Subject) -> str:
 def _moved(bench: Bench, prepared: Batch, direction: Tensor, by: float) -> float:
     parameters = bench.learner.parameters()
     kept = [parameter.detach().clone() for parameter in parameters]
-    for parameter, part in zip(parameters, direction.split([p.numel() for p in parameters]), strict=True):
-        parameter.data.add_(by * part.view_as(parameter))
+    for parameter, part in zip(parameters, _parts(direction, parameters), strict=True):
+        parameter.data.add_(by * part)
     value = bench.value(prepared)
     for parameter, was in zip(parameters, kept, strict=True):
         parameter.data.copy_(was)
@@ -265,6 +314,7 @@ def _extreme(subject: Subject, own: float, theirs: float, dtype: torch.dtype) ->
 CHECKS: Mapping[str, Check] = {
     "plain": plain,
     "splits": splits,
+    "updates": updates,
     "layouts": layouts,
     "shapes": shapes,
     "masks": masks,
@@ -279,4 +329,6 @@ def applies(name: str, subject: Subject) -> bool:
     """Whether theory has something to say."""
     if name == "agreement":
         return subject.agrees is not None
+    if name == "updates":
+        return subject.each is not None
     return subject.smooth if name == "finite_differences" else True

@@ -125,7 +125,7 @@ def _normalised() -> Subject:
 # ── terms beside the reward ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _toward_reference(scalar: Scalar) -> Scalar:
+def toward_reference(scalar: Scalar) -> Scalar:
     return lambda seen: scalar(replace(seen, teacher=seen.reference))
 
 
@@ -157,9 +157,9 @@ def _reference_row(estimator: str, claim: str) -> Subject:
         build=builder(name="grpo", kl=KL, kl_estimator=estimator, scale="none"),
         plain=textbook.token_mean(losses),
         aim=textbook.combined(
-            (KL, _toward_reference(textbook.at_states(textbook.divergence(claim, SETTINGS)))),
+            (KL, toward_reference(textbook.at_states(textbook.divergence(claim, SETTINGS)))),
         ),
-        other=textbook.combined((KL, _toward_reference(textbook.of_sequences(claim, SETTINGS)))),
+        other=textbook.combined((KL, toward_reference(textbook.of_sequences(claim, SETTINGS)))),
         agrees="reference",
         smooth=estimator != "k3_straight_through",
     )
@@ -203,7 +203,7 @@ def _returns_losses(kl: float) -> PerAction:
 
 
 def _reward_and_kl(kl: float) -> Scalar:
-    sequences = _toward_reference(textbook.of_sequences("reverse_kl", SETTINGS))
+    sequences = toward_reference(textbook.of_sequences("reverse_kl", SETTINGS))
     return textbook.combined((1.0, textbook.negative_reward), (kl, sequences))
 
 
@@ -251,14 +251,14 @@ def _ppo_row(lam: float, kl: float, *, whitened: bool, exact: bool, note: str) -
         target="sequence",
         exact=exact,
         note=note,
-        build=builder(**words) if whitened else _before_whitening(builder(**words)),
+        build=builder(**words) if whitened else before_whitening(builder(**words)),
         plain=textbook.token_mean(losses),
         aim=_reward_and_kl(kl),
         samples=GROUP if whitened else 1,
     )
 
 
-def _before_whitening(build: Build) -> Build:
+def before_whitening(build: Build) -> Build:
     """The same algorithm with the advantages that GAE gave: returns less values, both of which it hands on."""
 
     def bare(heads: Sequence[TeacherHead]) -> Algorithm:

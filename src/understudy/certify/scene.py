@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from understudy.algorithms.contract import TeacherHead
-from understudy.certify.toy import TEMPERATURE, VOCABULARY, Cast
+from understudy.certify.toy import TEMPERATURE, VOCABULARY, Cast, Toy
 from understudy.data.ragged import Ragged, offsets_of
 from understudy.data.trajectory import Batch, EpisodeKey, Key
 
@@ -52,6 +52,10 @@ class View:
     """log-probs [actions, vocabulary] of the others, at their own temperature"""
     values: Tensor
     """[actions]: the critic's, with gradient"""
+    before: Tensor
+    """log-probs [actions, vocabulary] of the student before the first update; its own now, if there was none"""
+    sampler: Tensor
+    """log-probs [actions, vocabulary] of whoever drew the actions"""
     behaviour: Tensor
     """[actions]: the sampler's log-prob of each action"""
     teacher_hidden: Tensor
@@ -76,7 +80,10 @@ def view(cast: Cast, rows: Rows) -> View:
     ids = torch.cat([tokens[mask] for tokens, mask in zip(rows.tokens, rows.masks, strict=True)])
     hidden = [toy.plain(rows.tokens)[row, at] for toy in (cast.student, cast.teacher, cast.reference, cast.critic)]
     student = torch.log_softmax(cast.student.logits(hidden[0]) / TEMPERATURE, dim=-1)
-    behaviour = student.detach().gather(-1, ids[:, None]).squeeze(-1) + rows.gap.to(student.dtype)
+    before, sampler = (
+        student.detach() if toy is cast.student else _tempered(toy, rows, row, at) for toy in (cast.old, cast.drew)
+    )
+    behaviour = sampler.gather(-1, ids[:, None]).squeeze(-1) + rows.gap.to(student.dtype)
     return View(
         ids=ids,
         row=row,
@@ -85,11 +92,18 @@ def view(cast: Cast, rows: Rows) -> View:
         teacher=cast.teacher.log_probs(hidden[1]).detach(),
         reference=cast.reference.log_probs(hidden[2]).detach(),
         values=cast.critic.values(hidden[3]),
+        before=before,
+        sampler=sampler,
         behaviour=behaviour,
         teacher_hidden=hidden[1].detach(),
         rewards=rows.rewards.to(student.dtype),
         keys=rows.keys,
     )
+
+
+def _tempered(toy: Toy, rows: Rows, row: Tensor, at: Tensor) -> Tensor:
+    """Log-probs of a student of another time."""
+    return torch.log_softmax(toy.logits(toy.plain(rows.tokens)[row, at]) / TEMPERATURE, dim=-1).detach()
 
 
 def heads(cast: Cast) -> tuple[TeacherHead, ...]:

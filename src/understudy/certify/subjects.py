@@ -7,7 +7,7 @@ the schema, and a combination is left out only if the schema or the wiring refus
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
@@ -16,11 +16,12 @@ from understudy.algorithms.contract import Algorithm, TeacherHead
 from understudy.algorithms.distill import BUCKETED
 from understudy.algorithms.objectives import OBJECTIVES, Claim, Objective, Settings
 from understudy.certify import textbook
-from understudy.certify.textbook import Scalar
+from understudy.certify.textbook import PerAction, Scalar
 from understudy.certify.toy import TEMPERATURE
 from understudy.config import schema
 from understudy.errors import UserError
-from understudy.signals import build_algorithm
+from understudy.learning import Schedule
+from understudy.signals import build_algorithm, schedule
 
 SETTINGS = Settings(beta=0.3, alpha=0.2)
 """Not the defaults: a setting that does not arrive is noticed."""
@@ -60,6 +61,14 @@ class Subject:
     """what makes loss and gradient vanish: a teacher or reference that is the student, or equal rewards"""
     smooth: bool = True
     """the gradient is that of the value; not so where an estimate borrows the gradient of another"""
+    updated: bool = False
+    """the student has moved since the batch was drawn: this is not the first update of its batch"""
+    sampled_apart: bool = False
+    """the sampler computes something else than the student, as one of another precision does"""
+    schedule: Schedule = field(default_factory=Schedule)
+    """how often, and in which parts, a recipe of these words learns from a batch"""
+    each: PerAction | None = None
+    """what `plain` is the mean of, where updates are made from parts of a batch"""
     claimed: bool = True
     """something is claimed; a user's formula as an advantage is only measured"""
 
@@ -75,6 +84,8 @@ class Refused(Exception):
 
 def subjects(names: Collection[str] | None = None) -> tuple[list[Subject], dict[str, str]]:
     """All subjects, or those of some objectives; and the names that have none, with the reason."""
+    from understudy.certify.reuse import later_updates, reuse
+
     found: list[Subject] = []
     missing: dict[str, str] = {}
     for name in names if names is not None else dict.fromkeys((*schema.OBJECTIVES, *OBJECTIVES)):
@@ -82,13 +93,13 @@ def subjects(names: Collection[str] | None = None) -> tuple[list[Subject], dict[
             missing[name] = "the schema lets recipes name it, but no such objective is registered"
             continue
         own, refusals = _of_objective(OBJECTIVES[name])
-        found += own
+        found += [*own, *(later_updates(OBJECTIVES[name]) if own else ())]
         if not own:
             missing[name] = "nothing can be certified of it: " + "; ".join(dict.fromkeys(refusals))
     if names is None:
         from understudy.certify.reinforcement import reinforcement
 
-        found += reinforcement()
+        found += [*reinforcement(), *reuse()]
         known = {subject.objective for subject in found} | {"distill"}
         missing |= {name: "an algorithm without rows" for name in schema.ALGORITHMS if name not in known}
     return found, missing
@@ -98,6 +109,11 @@ def builder(**algorithm: Any) -> Build:
     """From the words of a recipe, through the schema and the wiring that every run goes through."""
     config = _config(algorithm)
     return lambda heads: build_algorithm(config, heads)
+
+
+def scheduled(**algorithm: Any) -> Schedule:
+    """The updates of one step, from the same words."""
+    return schedule(_config(algorithm), 1)
 
 
 def _config(algorithm: dict[str, Any]) -> schema.Config:

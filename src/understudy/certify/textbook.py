@@ -116,11 +116,24 @@ def probability(seen: View) -> Tensor:
     return seen.per_row(seen.taken(seen.student)).exp()
 
 
+def drawn(seen: View) -> Tensor:
+    """[rows]: how likely each sequence was when it was drawn, by whoever drew it."""
+    return seen.per_row(seen.taken(seen.sampler)).exp()
+
+
+def surrogate(seen: View) -> Tensor:
+    """Minus the reward that is expected if one action of a sequence is the student's and the others are those of
+    whoever drew it, summed over the actions, per action. Its gradient is that of the expected reward where both agree.
+    """
+    ratio = (seen.taken(seen.student) - seen.taken(seen.sampler)).exp()
+    return -(drawn(seen)[seen.row] * ratio * seen.rewards[seen.row]).sum() / seen.lengths[0]
+
+
 def at_states(values: PerAction) -> Scalar:
     """The expectation over visited states, held fixed, per action."""
 
     def target(seen: View) -> Tensor:
-        return (probability(seen).detach()[seen.row] * values(seen)).sum() / seen.lengths[0]
+        return (drawn(seen)[seen.row] * values(seen)).sum() / seen.lengths[0]
 
     return target
 

@@ -162,8 +162,28 @@ class Cast:
     teacher: Toy = field(default_factory=lambda: Toy(seed=2))
     reference: Toy = field(default_factory=lambda: Toy(seed=3))
     critic: Toy = field(default_factory=lambda: Toy(seed=4, value=True))
+    before: Toy | None = None
+    """the student with the weights of before a batch's first update, if it has moved since"""
+    sampler: Toy | None = None
+    """who drew the actions, if it computes something else than the student of before"""
+
+    @property
+    def old(self) -> Toy:
+        return self.before or self.student
+
+    @property
+    def drew(self) -> Toy:
+        return self.sampler or self.old
 
     def to(self, dtype: torch.dtype) -> Cast:
         for toy in (self.student, self.teacher, self.reference, self.critic):
             toy.to(dtype)
         return self
+
+
+def earlier(seed: int, apart: float) -> Toy:
+    """The default student with every weight a little off: after the same tokens it likes others."""
+    toy, generator = _student(), torch.Generator().manual_seed(seed)
+    for parameter in toy.parameters():
+        parameter.data.add_(apart * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return toy

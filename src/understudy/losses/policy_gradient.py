@@ -89,6 +89,17 @@ def importance_weight(
     assert_never(mode)
 
 
+@torch.no_grad()
+def reuse_weight(logp: Tensor, old_logp: Tensor) -> Tensor:
+    """How much more likely each action is now than before the updates, [actions], without gradient; at most e^20.
+
+    An estimate from the sampled token has the right mean over tokens that the student draws. While a batch is learned
+    from again, its tokens are those of the weights before: weighed by this, estimates have the mean over tokens of the
+    weights now, at the same states.
+    """
+    return _bounded_exp(logp - old_logp)
+
+
 def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
     """Estimate KL(student‖reference) at actions that the student drew, [actions].
 
@@ -97,6 +108,8 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor
     k2                    biased, ≥ 0        KL(q‖r), the divergence that is named
     k3                    KL(q‖r), exact     KL(r‖q), the other direction
     k3_straight_through   KL(q‖r), exact     KL(q‖r)
+
+    The mean is over tokens of the student as it is: after updates, see `reuse_weight`.
 
     So k1 belongs into the reward (detached by the caller), and k2 or k3_straight_through into the loss. The
     reference's log-probs are floored as a teacher's are, so an action it excludes costs a finite amount.
