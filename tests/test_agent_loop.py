@@ -29,8 +29,9 @@ from understudy.engines.contract import GenerateRequest, Generation, Sampling, S
 from understudy.engines.torch_lm import TorchEngine
 from understudy.errors import UserError
 from understudy.models.tokenizers import SafeTokenizer
+from understudy.queue import BatchRef
 from understudy.queue.memory import MemoryQueue
-from understudy.rollout import EpisodeDone, EpisodeTimes
+from understudy.rollout import EpisodeDone, EpisodeTimes, Order, Rollout
 from understudy.runtime.inline import InlineScheduler
 from understudy.scoring import EpisodeScorer
 
@@ -402,6 +403,48 @@ def test_finished_episodes_are_scored_before_the_last_one_has_ended(score_every:
     assert [event for event in first[:last] if event[0] == "scored"] == [("scored", uid) for uid in (1, 2, 4, 3)]
     assert first[last + 1 :] == [("scored", 0)]
     assert run(work, student, teacher, score_every=score_every) == first
+
+
+# ── weights that are not those of the step ───────────────────────────────────────────────────────────────────────────
+
+
+class Restarted:
+    """The weights change between the two trajectories of an episode: those of the row's column, then version 3."""
+
+    async def run(self, prompt: Prompt, context: LoopContext) -> Episode:
+        tokens, rows = context.render(prompt), []
+        for version in (prompt.columns["version"], 3):
+            answer = await context.generate(tokens)
+            rows.append(replace(context.trajectory(tokens, answer), version=torch.full((4,), version).int()))
+        return context.episode(prompt, rows)
+
+
+@pytest.mark.parametrize(
+    ("partition", "written", "stale"),
+    [("train", 3, False), ("train", 2, True), ("train", 4, True), ("validation", 2, False)],
+)
+def test_an_episode_of_other_weights_than_the_steps_is_not_trained_on(
+    partition: str, written: int, stale: bool
+) -> None:
+    target, queue = engine(), MemoryQueue()
+    rollout = Rollout(
+        RolloutManager([worker(target.generate, {"restarted": Restarted()})]),
+        lambda want, training: EpisodeScorer(queue, ()),
+    )
+    asked = [replace(prompt, agent_loop="restarted") for prompt in prompts(1, version=written)]
+    order = Order(partition, 1, SAMPLING, Want(), seed=0, step=5, version=3)
+
+    async def work() -> tuple[list[EpisodeDone | EpisodeFailure], BatchRef]:
+        await queue.open(GroupKey(partition, 0), 1)
+        found = [outcome async for outcome in rollout.run(order, asked)]
+        return found, await queue.take(partition, (), 1, deadline=5)
+
+    (outcome,), ref = run(work, target)
+    assert isinstance(outcome, EpisodeFailure) == stale
+    assert len(ref.keys) == (0 if stale else 2)
+    said = f"written with weights {sorted({written, 3})}, the step is at 3"
+    assert [said in failure.reason for failure in ref.failed] == [True] * stale
+    assert not stale or (isinstance(outcome, EpisodeFailure) and said in outcome.reason)
 
 
 # ── timings ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from understudy import learning
 from understudy.algorithms import advantages, distill, grpo, objectives, policy
 from understudy.algorithms.objectives import OBJECTIVES, Claim, Settings, register_objective
 from understudy.certify import Row, certify
@@ -239,6 +240,57 @@ def settings_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(OBJECTIVES, "jsd", replace(real, rule=lambda settings: fused.jsd(0.5)))
 
 
+def importance_inverted(patch: pytest.MonkeyPatch) -> None:
+    real = policy_gradient.importance_weight
+    patch.setattr(policy_gradient, "importance_weight", lambda old, behaviour, **more: real(behaviour, old, **more))
+
+
+def importance_from_now(patch: pytest.MonkeyPatch) -> None:
+    """The log-probs of the weights now instead of those before the updates."""
+    clipped, importance, now = policy_gradient.clipped, policy_gradient.importance_weight, list[Tensor]()
+
+    def watched(logp: Tensor, *rest: Any, **more: Any) -> policy_gradient.Clipped:
+        now[:] = [logp.detach()]
+        return clipped(logp, *rest, **more)
+
+    patch.setattr(policy_gradient, "clipped", watched)
+    patch.setattr(policy_gradient, "importance_weight", lambda old, *rest, **more: importance(now[0], *rest, **more))
+
+
+def reused_as_it_is(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(policy_gradient, "reuse_weight", lambda logp, old: torch.ones_like(logp.detach()))
+
+
+def reused_inverted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(policy_gradient, "reuse_weight", lambda logp, old: (old - logp.detach()).exp())
+
+
+def reused_with_gradient(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(policy_gradient, "reuse_weight", lambda logp, old: (logp - old).exp())
+
+
+def one_part(patch: pytest.MonkeyPatch) -> None:
+    """Every update from the whole batch."""
+    real = learning.minibatches
+    patch.setattr(
+        learning,
+        "minibatches",
+        lambda batch, schedule, epoch: [list(range(len(batch)))] * len(real(batch, schedule, epoch)),
+    )
+
+
+def old_of_now(patch: pytest.MonkeyPatch) -> None:
+    """The learner's log-probs are never those of before: every ratio is 1."""
+    real = contract.ModelOut.logp.fget
+    assert real is not None
+    call = policy.ClippedLoss.__call__
+
+    def mutant(self: Any, out: Any, columns: Any) -> Any:
+        return call(self, out, {**columns, "old_logp": real(out).detach()})
+
+    patch.setattr(policy.ClippedLoss, "__call__", mutant)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """What is broken, which rows see it, and which checks must."""
@@ -282,6 +334,29 @@ MUTANTS: Mapping[str, Mutant] = {
         plain_straight_through, "reference_kl/reference/loss, k3_straight_through", ("target", "plain")
     ),
     "settings that do not arrive": Mutant(settings_lost, "jsd/full", ("target", "plain")),
+    "importance inverted, truncate": Mutant(
+        importance_inverted, "grpo/rewards/none, none, sampler apart, truncate", ("target", "plain")
+    ),
+    "importance inverted, mask": Mutant(
+        importance_inverted, "grpo/rewards/none, none, sampler apart, mask", ("target", "plain")
+    ),
+    "importance from the weights now": Mutant(
+        importance_from_now, "grpo/rewards/none, none, sampler apart, second update", ("target", "plain", "updates")
+    ),
+    "tokens of before, k2": Mutant(
+        reused_as_it_is, "k2/sampled/supervised, task rewards, second", ("target", "plain", "updates")
+    ),
+    "tokens of before, k3": Mutant(
+        reused_inverted, "k3/sampled/supervised, task rewards, second", ("target", "plain", "updates")
+    ),
+    "tokens of before, the reference": Mutant(
+        reused_as_it_is, "reference_kl/reference/loss, k3, second", ("target", "plain", "updates")
+    ),
+    "a weight that is differentiated": Mutant(
+        reused_with_gradient, "reference_kl/reference/loss, k2, second", ("target", "plain", "updates")
+    ),
+    "no parts": Mutant(one_part, "grpo/rewards/none, none, second update", ("updates",)),
+    "ratios of 1": Mutant(old_of_now, "grpo/rewards/none, none, second update", ("target", "plain", "updates")),
 }
 
 

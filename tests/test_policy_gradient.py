@@ -13,6 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from understudy.algorithms.policy import ClippedLoss, PolicySettings
+from understudy.losses.contract import ModelOut
 from understudy.losses.distillation import FLOOR
 from understudy.losses.policy_gradient import (
     LOG_RATIO_LIMIT,
@@ -179,6 +181,40 @@ def test_importance_weights_are_held_fixed_and_finite(mode: ImportanceMode) -> N
     assert (
         found.cut.tolist() == {"off": [False] * 3, "truncate": [True, False, False], "mask": [True, False, True]}[mode]
     )
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("mode", "cap"), [("truncate", 1.5), ("mask", 1.5), ("truncate", 1e6), ("off", 2.0)])
+def test_a_loss_is_weighed_from_the_sampler_to_the_weights_before_the_updates(
+    mode: ImportanceMode, cap: float, several: bool
+) -> None:
+    """Of logp (now), old_logp (before the updates) and behaviour_logp (the sampler), each ratio takes its own two."""
+    logits = torch.tensor([[0.3, -0.2], [0.1, 0.9], [-1.0, 0.5], [0.2, 0.2]], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 1, 0, 1])
+    columns = {
+        "old_logp": torch.tensor([-0.6, -0.5, -1.5, -0.8], dtype=torch.float64),
+        "behaviour_logp": torch.tensor([-0.9, -0.3, -2.5, -0.4], dtype=torch.float64),
+        "reference_logp": torch.tensor([-0.2, -1.5, -0.7, -0.3], dtype=torch.float64),
+        "task_advantage": torch.tensor([1.0, -0.5, 0.7, 2.0], dtype=torch.float64),
+    }
+    policy = PolicySettings(
+        clip_low=0.99, clip_high=1e6, dual_clip=None, importance=mode, importance_cap=cap, kl=0.3, kl_estimator="k2",
+        several_updates=several,
+    )  # fmt: skip
+    loss = ClippedLoss(policy, advantage="task_advantage", name="policy")
+    (found,) = torch.autograd.grad(loss(ModelOut(logits, ids, lambda h: h, 1.0), columns).total, logits)
+    logp = logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+    before = columns["old_logp"] if policy.needs_old_logp else columns["behaviour_logp"]
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(4):
+        ratio = math.exp(float(before[i]) - float(columns["behaviour_logp"][i]))
+        weight = {"off": 1.0, "truncate": min(ratio, cap), "mask": ratio if 1 / cap <= ratio <= cap else 0.0}[mode]
+        now = math.exp(float(logp[i].detach()) - float(before[i])) if several else 1.0
+        pull = (logp[i] - columns["reference_logp"][i]) ** 2 / 2
+        expected = expected - weight * (logp[i] - before[i]).exp() * columns["task_advantage"][i]
+        expected = expected + 0.3 * weight * now * pull
+    (wanted,) = torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_truncated_weights_undo_the_sampler() -> None:
