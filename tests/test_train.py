@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -192,6 +193,48 @@ def test_rows_go_to_the_teacher_that_they_name(tmp_path: Path) -> None:
         assert row.teacher == wanted[row.prompt]
         assert row.divergence is not None
         assert (max(row.divergence) < 1e-6) == (row.teacher == "own")
+
+
+@pytest.mark.parametrize("payload", ["full", "top_k"])
+def test_teachers_of_different_width(tmp_path: Path, payload: str) -> None:
+    """Every row is measured and trained against its own teacher, as if the other were not there."""
+    tiny.save(tmp_path / "wide", seed=2, hidden_size=48)
+    rows = [{"prompt": text, "tutor": "wide" if i % 2 else "main"} for i, text in enumerate(tiny.PROMPTS)]
+    prompts = str(tiny.write_prompts(tmp_path / "routed.jsonl", rows))
+    paths = {"main": tmp_path / "teacher", "wide": tmp_path / "wide"}
+    teachers = {name: {"path": str(path), "dtype": "float32"} for name, path in paths.items()}
+    run = understudy.train(
+        tiny.config(
+            tmp_path,
+            steps=2,
+            prompts_per_step=6,
+            algorithm={"objective": "forward_kl", "payload": payload},
+            teachers=teachers,
+            data={"train": prompts, "validation": prompts, "teacher_column": "tutor"},
+            validation={"prompts": 6, "min_tokens": 5},
+            record={"rollouts": "all"},
+        )
+    )
+    assert [line["step"] for line in tiny.lines(run / "validation.jsonl")] == [0, 2]
+    seen = set()
+    for row in RunDirectory.open(run).load_rollouts(1):
+        assert row.teacher is not None
+        seen.add(row.teacher)
+        expected = expected_logp(paths[row.teacher], [{"role": "user", "content": row.prompt}], row.ids)
+        torch.testing.assert_close(torch.tensor(row.teacher_logp), expected, atol=1e-4, rtol=0)
+    assert seen == {"main", "wide"}
+    [text] = (run / "validation").glob("teacher_text-*.safetensors")
+    kept, divergences = load_file(text), []
+    for number, (start, end) in enumerate(itertools.pairwise(kept["tokens_offsets"].tolist())):
+        tokens, acted = kept["tokens"][start:end], kept["mask"][start:end].bool().nonzero().squeeze(-1)
+        with torch.no_grad():
+            p, q = (
+                AutoModelForCausalLM.from_pretrained(path)(tokens[None]).logits[0, acted - 1].double().log_softmax(-1)
+                for path in (paths[rows[number]["tutor"]], tmp_path / "student")
+            )
+        divergences.append((p.exp() * (p - q)).sum(-1))
+    measured = tiny.lines(run / "validation.jsonl")[0]
+    assert measured["kl_fixed"] == pytest.approx(float(torch.cat(divergences).mean()), rel=1e-4)
 
 
 def expected_logp(model: Path, messages: list[dict[str, str]], ids: tuple[int, ...]) -> Tensor:

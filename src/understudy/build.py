@@ -237,6 +237,7 @@ def learner(
         ),
         clip_norm=config.optimizer.clip_norm,
         measures=TeacherMeasures([head.neutral() for head in heads]) if heads else PlainMeasures(),
+        several_widths=len({head.width for head in heads}) > 1,
         ranks=ranks,
     )
 
@@ -272,7 +273,8 @@ def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -
         return lambda hidden: log_probs(head(hidden, vocabulary), temperature)
 
     training, evaluation = config.teacher_temperature(name), config.teacher_temperature(name, student=1.0)
-    return TeacherHead(name, at(training), at(evaluation) if evaluation != training else None)
+    measured = at(evaluation) if evaluation != training else None
+    return TeacherHead(name, at(training), head.linear.in_features, measured)
 
 
 # ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────

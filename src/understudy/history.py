@@ -20,6 +20,7 @@ from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Prompt
 from understudy.errors import CannotJudge, UserError
 from understudy.learner.update import NonFiniteLoss
+from understudy.learning import get_widened
 from understudy.optimizer_state import pack_rng, unpack_rng
 from understudy.queue.contract import BatchRef
 from understudy.record.display import final_table
@@ -312,7 +313,7 @@ async def restore(run: Run) -> None:
 
 async def dump_batch(run: Run, ref: BatchRef, step: int, error: NonFiniteLoss) -> str:
     """Keep the batch that gave NaN and say which rows did."""
-    batch = await run.parts.queue.get(ref, run.parts.algorithm.needs)
+    batch = await get_widened(run.parts.queue, ref, run.parts.algorithm.needs)
     path = run.directory.path / f"nonfinite-step-{step:06d}.safetensors"
     tensors = {name: column.values.contiguous() for name, column in batch.columns.items()}
     tensors |= {f"{name}_offsets": column.offsets for name, column in batch.columns.items()}

@@ -255,6 +255,26 @@ async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
     return [group for group, seen in rewards.items() if len(seen) == 1]
 
 
+async def get_widened(queue: SampleQueue, ref: BatchRef, names: Sequence[str]) -> Batch:
+    """Like `queue.get`, where teachers have hidden states of different widths: those of narrower ones are filled up
+    with zeros, which their heads do not read."""
+    if "teacher_hidden" not in names or not ref.keys:
+        return await queue.get(ref, names)
+    batch = await queue.get(ref, [*(name for name in names if name != "teacher_hidden"), "teacher_index"])
+    index = batch.rows["teacher_index"].tolist()
+    parts = []
+    for teacher in sorted(set(index)):
+        rows = [row for row, number in enumerate(index) if number == teacher]
+        parts.append((rows, (await queue.get(ref.rows(rows), ("teacher_hidden",))).columns["teacher_hidden"]))
+    width = max(hidden.trailing[0] for _, hidden in parts)
+    widened = [(rows, {"teacher_hidden": hidden.map(lambda values: _widened(values, width))}) for rows, hidden in parts]
+    return replace(batch, columns={**batch.columns, **in_order(widened)})
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
+
+
 @dataclass(frozen=True, slots=True)
 class Learner:
     """Everything that learns, on one rank: resolves its rows of a batch where they are used."""
@@ -267,6 +287,8 @@ class Learner:
     clip_norm: float
     measures: Loss
     """what evaluation looks at"""
+    several_widths: bool = False
+    """teachers have hidden states of different widths"""
     ranks: Ranks = alone
 
     async def learn(
@@ -301,9 +323,12 @@ class Learner:
         kept = [number for number, row in enumerate(share.mine) if row < shown]
         return metrics, {name: column.select(kept) for name, column in columns.items()}
 
+    async def _get(self, ref: BatchRef, names: Sequence[str]) -> Batch:
+        return await get_widened(self.queue, ref, names) if self.several_widths else await self.queue.get(ref, names)
+
     async def _rows(self, ref: BatchRef, share: Share) -> Batch:
         """This rank's rows, with what their groups share; that is stored with the first row of each group."""
-        batch = await self.queue.get(ref.rows(share.mine), self.algorithm.needs)
+        batch = await self._get(ref.rows(share.mine), self.algorithm.needs)
         if not self.algorithm.shares:
             return batch
         wanted, firsts = {key.group for key in batch.keys}, dict[GroupKey, int]()
@@ -319,5 +344,5 @@ class Learner:
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
         """Per-action columns of the rows that are here, at temperature 1."""
         share = Share.dealt(ref, self.ranks)
-        batch = await self.queue.get(ref.rows(share.mine), columns)
+        batch = await self._get(ref.rows(share.mine), columns)
         return measure(self.student.model, batch, [self.measures], self.cut.neutral(), self.ranks)

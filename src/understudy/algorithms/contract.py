@@ -23,12 +23,17 @@ class TeacherHead:
 
     name: str
     log_probs: Callable[[Tensor], Tensor]
+    width: int | None = None
+    """of its hidden states: what rows have beyond it belongs to wider teachers; None is all that they have"""
     measured: Callable[[Tensor], Tensor] | None = None
     """the same for evaluation, if that is another: of a teacher whose temperature is the student's"""
 
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.log_probs(hidden[..., : self.width])
+
     def neutral(self) -> TeacherHead:
         """For evaluation, which takes the student at temperature 1."""
-        return self if self.measured is None else TeacherHead(self.name, self.measured)
+        return self if self.measured is None else TeacherHead(self.name, self.measured, self.width)
 
 
 @dataclass(frozen=True, slots=True)

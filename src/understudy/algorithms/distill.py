@@ -154,8 +154,8 @@ def expand(heads: Sequence[TeacherHead], hidden: Tensor, index: Tensor) -> Tenso
     with torch.no_grad():
         present = index.unique().tolist()
         if len(present) == 1:
-            return heads[int(present[0])].log_probs(hidden)
-        parts = [(index == i, heads[int(i)].log_probs(hidden[index == i])) for i in present]
+            return heads[int(present[0])](hidden)
+        parts = [(index == i, heads[int(i)](hidden[index == i])) for i in present]
         out = parts[0][1].new_empty(len(hidden), parts[0][1].shape[-1]) if parts else hidden.new_empty(0, 0)
         for rows, logp in parts:
             out[rows] = logp
