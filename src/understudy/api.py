@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from understudy.config.schema import Config
+from understudy.record.lock import locked
 from understudy.record.run_directory import RunDirectory
 from understudy.train import train
 
@@ -44,10 +45,11 @@ def distill(
     for section, value in settings.items():
         base[section] = {**base.get(section, {}), **value} if isinstance(value, dict) else value
     config = Config.model_validate(base)
-    RunDirectory(directory).require_free()
-    for key, rows in given.items():
-        if not isinstance(rows, str):
-            _write(Path(data[key]), rows)
+    with locked(directory):
+        RunDirectory(directory).require_free()
+        for key, rows in given.items():
+            if not isinstance(rows, str):
+                _write(Path(data[key]), rows)
     return train(config)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,13 +76,16 @@ class Evaluates(Protocol):
     async def __call__(self) -> Evaluation: ...
 
 
-def evaluator(parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None) -> Evaluates:
-    """What fits the student: `Evaluator` for one that writes, `PictureEvaluator` for one that paints."""
+def evaluator(
+    parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None, *, keep: bool = True
+) -> Evaluates:
+    """What fits the student: `Evaluator` for one that writes, `PictureEvaluator` for one that paints. Without `keep`
+    nothing is written to the directory."""
     if isinstance(parts.config, DiffusionConfig):
         from understudy.evaluate_pictures import PictureEvaluator
 
         return PictureEvaluator(parts, parts.config, progress)
-    return Evaluator(parts, directory, progress)
+    return Evaluator(parts, directory, progress, keep=keep)
 
 
 class EvaluationFailed(UserError):
@@ -167,9 +171,17 @@ def no_heldout() -> UserError:
 
 
 class Evaluator:
-    """Evaluates the student as it is now. Teacher continuations are made on first use and kept in `directory`."""
+    """Evaluates the student as it is now. Teacher continuations are made on first use and, with `keep`, written to
+    `directory`; those that are there are read."""
 
-    def __init__(self, parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        directory: Path,
+        progress: Progress = lambda label, done, total: None,
+        *,
+        keep: bool = True,
+    ) -> None:
         if parts.heldout is None:
             raise no_heldout()
         assert isinstance(parts.config, Config)
@@ -179,7 +191,7 @@ class Evaluator:
         wanted = self.settings.prompts or len(parts.heldout)
         self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
         self.file = directory / f"teacher_text-{self._fingerprint()}.safetensors"
-        self.progress = progress
+        self.progress, self.keep = progress, keep
         self._fixed: BatchRef | None = None
         self._uids = itertools.count()
 
@@ -283,6 +295,8 @@ class Evaluator:
     async def _write(self) -> list[Trajectory]:
         rows = await asyncio.gather(*(self._continue(prompt, number) for number, prompt in enumerate(self.prompts)))
         self.progress("evaluating: teacher text", len(rows), len(rows))
+        if not self.keep:
+            return list(rows)
         tokens = Ragged.from_rows([r.tokens for r in rows], dtype=torch.int64)
         mask = Ragged.from_rows([r.mask for r in rows], dtype=torch.bool)
         content = {
@@ -291,7 +305,7 @@ class Evaluator:
             "mask": mask.values,
             "mask_offsets": mask.offsets,
         }
-        temporary = self.file.with_suffix(".tmp")
+        temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             save_file(content, temporary)
@@ -332,7 +346,8 @@ class Evaluator:
 
 
 def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[str, float]:
-    """Measures of a run's checkpoint, or of an untrained student when `run` is None."""
+    """Measures of a run's checkpoint, or of an untrained student when `run` is None. A run may be under way: nothing is
+    written to its directory."""
     from understudy.record.display import Display
 
     with Display(0, f"eval {config.name}") as display:
@@ -347,7 +362,7 @@ def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[s
                     await parts.backstage.restore(path)
                     await parts.backstage.publish(0)
                 async with parts.backstage.averaged(0):
-                    return await evaluator(parts, directory, display.progress)()
+                    return await evaluator(parts, directory, display.progress, keep=run is None)()
 
         return asyncio.run(go()).metrics
 

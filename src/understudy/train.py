@@ -28,6 +28,7 @@ from understudy.learner.update import NonFiniteLoss
 from understudy.learning import flat_groups
 from understudy.queue.contract import BatchRef
 from understudy.record.display import Display
+from understudy.record.lock import locked
 from understudy.record.run_directory import RunDirectory
 from understudy.rollout import EpisodeDone, EpisodeTimes
 from understudy.runtime.interrupt import on_interrupt
@@ -64,11 +65,12 @@ class Run:
 def train(config: RunConfig) -> Path:
     """Train from the beginning; returns the run's directory, which must not hold a run yet."""
     directory = RunDirectory(Path(config.out) / config.name)
-    directory.require_free()
-    with _opened(config, directory) as run:
-        RunDirectory.create(directory.path, dump(config))
-        history.keep_data(run)
-        asyncio.run(all_steps(run))
+    with locked(directory.path, print):
+        directory.require_free()
+        with _opened(config, directory) as run:
+            RunDirectory.create(directory.path, dump(config))
+            history.keep_data(run)
+            asyncio.run(all_steps(run))
     return directory.path
 
 
@@ -76,9 +78,10 @@ def resume(path: Path | str, steps: int | None = None) -> Path:
     """Go on from the last checkpoint of a run (from the beginning, if it was killed before the first)."""
     directory = RunDirectory.open(path)
     overrides = [f"steps={steps}"] if steps is not None else []
-    config = load(directory.path / "config.yaml", overrides).config
-    with _opened(config, directory) as run:
-        asyncio.run(all_steps(run, resumed=True))
+    with locked(directory.path, print):
+        config = load(directory.path / "config.yaml", overrides).config
+        with _opened(config, directory) as run:
+            asyncio.run(all_steps(run, resumed=True))
     return directory.path
 
 
