@@ -105,6 +105,40 @@ def test_prompts_that_are_too_long_are_named_together(tmp_path: Path, capsys: py
     assert f"row 2 of {path}: the prompt has 83 tokens, data.max_prompt_tokens allows 50" in said
     assert f"row 4 of {path}" in said
     assert "row 1 of" not in said
+    assert "To leave out rows that are too long (2 of these), set data.overlong=skip" in said
+
+
+def test_rows_are_checked_to_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny.write_prompts(tmp_path / "many.jsonl", [*["short"] * 20_500, "x" * 80])
+    said = refused(tmp_path, capsys, "data.max_prompt_tokens=50", data={"train": str(path), "validation": None})
+    assert "1 prompt cannot be used" in said
+    assert f"row 20501 of {path}: the prompt has 83 tokens" in said
+
+
+@pytest.mark.parametrize("set_", ["train", "validation"])
+def test_a_teachers_own_context_that_does_not_fit_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], set_: str
+) -> None:
+    rows = [{"prompt": "short", "hint": "h"}, {"prompt": "short", "hint": "h" * 70}]
+    long = str(tiny.write_prompts(tmp_path / "long.jsonl", rows))
+    short = str(tiny.write_prompts(tmp_path / "short.jsonl", rows[:1]))
+    data = {"train": short, "validation": short, set_: long}
+    teacher = {"main": {**model(tmp_path / "teacher"), "system_prompt": "Think of {hint}."}}
+    said = refused(tmp_path, capsys, "engine.context=80", data=data, teachers=teacher)
+    assert f"row 2 of {long}: 90 tokens of what teacher 'main' reads and the longest answer do not fit" in said
+    assert "1 prompt cannot be used" in said
+
+
+def test_only_rows_that_are_too_long_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "x" * 80}, {"prompt": "x" * 80, "agent_loop": "absent_loop"}, "short"]
+    path = tiny.write_prompts(tmp_path / "rows.jsonl", rows)
+    limits = ("data.max_prompt_tokens=50", "data.overlong=skip")
+    said = refused(tmp_path, capsys, *limits, data={"train": str(path), "validation": None})
+    assert "1 prompt cannot be used" in said
+    assert f"row 2 of {path}: no agent loop is named 'absent_loop'" in said
+    tiny.write_prompts(path, ["x" * 80, "y" * 80])
+    said = refused(tmp_path, capsys, *limits, data={"train": str(path), "validation": None})
+    assert f"{path}: all 2 rows are too long" in said
 
 
 @pytest.mark.parametrize("longest", ["rollout.max_tokens=40", "validation.max_tokens=40"])

@@ -72,12 +72,21 @@ def test_train(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     assert str(calls.result) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("extra", "steps"), [([], None), (["--steps", "30"], 30)])
-def test_resume(fake: Fake, extra: list[str], steps: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("extra", "steps", "overrides"),
+    [
+        ([], None, []),
+        (["--steps", "30"], 30, []),
+        (["checkpoint.every=5", "--steps", "30", "steps=2"], 30, ["checkpoint.every=5", "steps=2"]),
+    ],
+)
+def test_resume(
+    fake: Fake, extra: list[str], steps: int | None, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     calls = fake("understudy.train", "resume")
     calls.result = run = a_run()
     assert main(["resume", str(run), *extra]) == 0
-    assert calls == [(run, steps)]
+    assert calls == [(run, steps, overrides)]
     assert str(run) in capsys.readouterr().out
 
 
@@ -172,7 +181,6 @@ def test_what_is_not_a_run(command: list[str], capsys: pytest.CaptureFixture[str
         ["trian", "a.yaml"],
         ["train"],
         ["train", "a.yaml", "--step", "3"],
-        ["resume", "runs/x", "steps=3"],
         ["resume", "runs/x", "--steps", "0"],
         ["resume", "runs/x", "--steps", "many"],
     ],

@@ -20,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+import tiny
+from understudy.assemble import Prompts
 from understudy.config.schema import Data
 from understudy.data.prompts import PromptError, PromptSet, PromptStream, load_prompts
 from understudy.data.trajectory import Message, Prompt
@@ -390,6 +392,51 @@ def test_a_restored_stream_continues_where_the_saved_one_stood(
     assert resumed.position == before
     assert drawn(resumed.take(after)) == drawn(stream.take(after))
     assert resumed.state() == stream.state()
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(2, 9),
+    seed=st.integers(0, 1000),
+    shuffle=st.booleans(),
+    skipped=st.sets(st.integers(0, 7)),
+    before=st.integers(0, 30),
+    after=st.integers(0, 30),
+)
+def test_skipped_rows_are_passed_over_and_all_others_keep_their_place(
+    count: int, seed: int, shuffle: bool, skipped: set[int], before: int, after: int
+) -> None:
+    skip = frozenset(position for position in skipped if position < count - 1)
+    every = PromptStream(prompt_set(count), seed, shuffle).take(count * (before + after + 1))
+    kept = [draw for draw in drawn(every) if draw[1] - 1 not in skip]
+    stream = PromptStream(prompt_set(count), seed, shuffle, skip)
+    assert drawn(stream.take(before)) == kept[:before]
+    state = json.loads(json.dumps(stream.state()))
+    assert drawn(stream.take(after)) == kept[before : before + after]
+    unskipping = PromptStream(prompt_set(count), seed, shuffle)
+    unskipping.restore(state)
+    later = PromptStream(prompt_set(count), seed, shuffle, skip)
+    later.restore(unskipping.state())
+    assert drawn(later.take(after)) == kept[before : before + after], "whoever saved the position"
+
+
+def test_a_set_without_some_rows_says_how_many() -> None:
+    prompts = prompt_set(4)
+    assert prompts.without(()) is prompts
+    kept = prompts.without({1, 2}).without({0})
+    assert [prompt.row for prompt in kept] == [4]
+    assert kept.skipped == 3
+    assert kept.digest != prompts.digest
+    with pytest.raises(PromptError, match="memory: no rows to draw from"):
+        PromptStream(prompts, 0, True, frozenset(range(4)))
+
+
+def test_both_uses_of_a_dataset_dict_read_their_own_split(tmp_path: Path) -> None:
+    path = splits_of(tmp_path / "rows", "train", "test")
+    prompts = Prompts.load(tiny.config(tmp_path, data={"train": path, "validation": path}))
+    assert prompts.heldout is not None
+    found = [prompts_of[0].messages[0].content for prompts_of in (prompts.train, prompts.heldout)]
+    assert found == ["from train", "from test"]
 
 
 def test_draws_do_not_depend_on_global_generators_and_leave_them_alone() -> None:

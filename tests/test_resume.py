@@ -20,9 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tiny
 import understudy
-from understudy import history
+from understudy import build, history
 from understudy.checkpoint import CheckpointStore, load
 from understudy.cli import main
+from understudy.record.run_directory import RunDirectory
 
 STEPS = 40
 KILLS = 4
@@ -278,6 +279,87 @@ def test_held_out_prompts_that_are_trained_on_are_said_once(tmp_path: Path, caps
     tiny.write_prompts(heldout, ["New?"])
     understudy.train(tiny.config(tmp_path, name="other", steps=1, data={"validation": str(heldout)}))
     assert "training prompts too" not in capsys.readouterr().out
+
+
+OVERLONG = "x" * 80
+LIMIT = {"max_prompt_tokens": 50, "shuffle": False}
+
+
+def test_rows_that_are_too_long_are_left_out_said_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = tiny.write_prompts(tmp_path / "train.jsonl", ["a", OVERLONG, "b", OVERLONG, "c"])
+    heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", [OVERLONG, "d", "e"])
+    data = {**LIMIT, "train": str(train), "validation": str(heldout), "overlong": "skip"}
+    run = understudy.train(tiny.config(tmp_path, steps=2, data=data, record={"rollouts": "all"}))
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"leaves out 2 of 5 rows of {train}, which are too long: 2, 4" in said.replace("- ", "-")
+    assert f"leaves out 1 of 3 rows of {heldout}" in said
+    directory = RunDirectory.open(run)
+    assert [row.prompt for step in (1, 2) for row in directory.load_rollouts(step)] == ["a", "b", "c"] * 2
+    assert [row.key.uid for step in (1, 2) for row in directory.load_rollouts(step)] == [0, 2, 4, 5, 7, 9]
+    assert [sample.prompt for sample in directory.load_samples(0)] == ["d", "e"]
+    kept = directory.load_data()
+    assert (kept["train"]["rows"], kept["train"]["skipped"]) == (5, 2)
+    assert (kept["heldout"]["rows"], kept["heldout"]["skipped"]) == (2, 1)
+
+
+def test_a_run_that_stopped_at_a_row_goes_on_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was with runs of versions that checked some of the rows only."""
+    train = tiny.write_prompts(tmp_path / "train.jsonl", [*tiny.PROMPTS[:4], OVERLONG, *tiny.PROMPTS[4:]])
+    settings = {"data": {**LIMIT, "train": str(train), "validation": None}, "checkpoint": {"every": 1}}
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "check_prompts", lambda config, sets, *_: [frozenset() for _ in sets])
+        assert main(["train", str(tiny.recipe(tmp_path, **settings))]) == 2
+        assert "row 5 of" in capsys.readouterr().err
+    run = tmp_path / "runs" / "run"
+    assert steps_done(run) == 1
+    before = tiny.lines(run / "metrics.jsonl")
+    assert main(["resume", str(run)]) == 2
+    assert "rows that are too long (1 of these), set data.overlong=skip" in capsys.readouterr().err
+    assert main(["resume", str(run), "data.overlong=skip"]) == 0
+    assert tiny.lines(run / "metrics.jsonl")[:1] == before
+    settings["data"]["overlong"] = "skip"
+    fresh = understudy.train(tiny.config(tmp_path, name="fresh", **settings))
+    assert tiny.same(tiny.weights(run), tiny.weights(fresh)), "as if it had been left out from the start"
+
+
+def test_what_a_resumed_run_may_change(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["checkpoint={every: 1, keep: 3}", "record.rollouts=none", "data.validation=null", "steps=5"]
+    assert main(["resume", str(finished), *changes, "optimizer.micro_batch_tokens=64"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "changed for the rest of the run: checkpoint.every = 1 (was 2)" in said
+    assert "optimizer.micro_batch_tokens: from here on, results agree with those of an unchanged run" in said
+    kept = yaml.safe_load((finished / "config.yaml").read_text())
+    assert kept["checkpoint"] == {"every": 1, "keep": 3, "best": None}
+    assert (kept["steps"], kept["record"]["rollouts"], kept["data"]["validation"]) == (5, "none", None)
+    assert steps_done(finished) == 5
+    assert [line["step"] for line in tiny.lines(finished / "validation.jsonl")] == [0, 4]
+    assert not (finished / "rollouts" / "step-000005.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "change", ["optimizer.lr=1e-5", "seed=1", "data.validation=other.jsonl", "student.lora={rank: 2}", "name=other"]
+)
+def test_what_a_resumed_run_may_not_change(finished: Path, change: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(finished)
+    capsys.readouterr()
+    assert main(["resume", str(finished), "steps=6", change]) == 2
+    said = capsys.readouterr().err
+    key = change.split("=")[0]
+    assert said.startswith(f"understudy: error: {key}")
+    assert "cannot change in a run that has begun" in said
+    assert "What may change: steps, data.overlong, validation.every, checkpoint.every" in said
+    assert contents(finished) == before
+
+
+def test_longer_runs_say_what_becomes_of_their_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = understudy.train(tiny.config(tmp_path, steps=1, optimizer={"schedule": "linear"}))
+    understudy.resume(run, steps=2)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "optimizer.schedule is linear: the learning rate now follows its course over 2 steps" in said
 
 
 def test_a_finished_run_stays_as_it_is(finished: Path) -> None:

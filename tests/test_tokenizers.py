@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     PreTrainedTokenizerFast,
 )
@@ -51,6 +52,18 @@ class TestTokenizer:
         assert BYTES.decode(BYTES.render(messages)) == "<system>s<end><user>the<end><assistant>"
         assert BYTES.decode(BYTES.render(messages, add_generation_prompt=False)) == "<system>s<end><user>the<end>"
         assert BYTES.decode(BYTES.render(messages), skip_special=True) == "sthe"
+
+    def test_lengths_are_those_of_encode_and_render(self) -> None:
+        with_start = tiny.tokenizer(extra=("<start>",))
+        start = [("<start>", with_start.convert_tokens_to_ids("<start>"))]
+        with_start.backend_tokenizer.post_processor = TemplateProcessing(single="<start> $A", special_tokens=start)
+        tokenizer = SafeTokenizer(with_start)
+        chats = [[Message("user", text)] for text in ("the sky", "é" * 40, "x")]
+        mixed: list[Any] = ["the", chats[0], "", chats[1], "the other", [Message("system", "s"), *chats[2]]]
+        expected = [len(tokenizer.encode(p) if isinstance(p, str) else tokenizer.render(p)) for p in mixed]
+        assert tokenizer.lengths(mixed) == expected
+        assert expected[2] == 1, "the token that starts a text"
+        assert tokenizer.lengths([]) == []
 
     def test_a_refused_conversation(self) -> None:
         tokenizer = tiny.tokenizer()

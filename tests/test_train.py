@@ -21,6 +21,7 @@ import tiny
 import understudy
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.distill import SupervisedLoss
+from understudy.assemble import assemble
 from understudy.cli import main
 from understudy.config.schema import Distill
 from understudy.errors import UserError
@@ -525,3 +526,11 @@ def test_the_name_train_is_the_function_whatever_was_imported() -> None:
 
     assert callable(understudy.train)
     assert callable(understudy.distill)
+
+
+def test_the_check_of_many_prompts_shows_how_far_it_is(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    many = tiny.write_prompts(tmp_path / "many.jsonl", [f"Count to {number}." for number in range(1100)])
+    config = tiny.config(tmp_path, data={"train": str(many)})
+    assemble(config, progress=lambda label, done, total: seen.append((label, done, total)))
+    assert seen == [("checking prompts", done, 1106) for done in (512, 1024, 1100, 1106)]

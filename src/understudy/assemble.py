@@ -9,7 +9,7 @@ from typing import Any
 from understudy import build
 from understudy.algorithms.contract import Algorithm
 from understudy.backstage import Backstage, Embedded
-from understudy.build import Report, silent
+from understudy.build import Progress, Report, silent, unseen
 from understudy.config.diffusion import DiffusionConfig
 from understudy.config.schema import Config, RunConfig, TextSampling
 from understudy.data.prompts import PromptSet, PromptStream, load_prompts
@@ -78,7 +78,7 @@ class Parts:
         return self.sampling(config.rollout, training=True), want
 
 
-def assemble(config: RunConfig, report: Report = silent) -> Parts:
+def assemble(config: RunConfig, report: Report = silent, progress: Progress = unseen) -> Parts:
     """Load models and data, check that they fit together, and connect the parts."""
     build.enter(config)
     if isinstance(config, DiffusionConfig):
@@ -86,9 +86,12 @@ def assemble(config: RunConfig, report: Report = silent) -> Parts:
     if config.runtime == "ray":
         from understudy.distributed import assemble_on_ray
 
-        return assemble_on_ray(config, report)
+        return assemble_on_ray(config, report, progress)
     queue, rewards = MemoryQueue(), reward_pool(config)
-    stage = (_writers if isinstance(config, Config) else _painters)(config, queue, rewards, report)
+    if isinstance(config, Config):
+        stage = _writers(config, queue, rewards, report, progress)
+    else:
+        stage = _painters(config, queue, rewards, report)
     router = Router("student", [stage.student])
 
     async def send(request: GenerateRequest | PaintRequest) -> Generation | Painted:
@@ -105,7 +108,7 @@ def assemble(config: RunConfig, report: Report = silent) -> Parts:
         backstage=Embedded(
             stage.learner, stage.student, stage.teachers, stage.reference, rewards, config.engine.score_every
         ),
-        stream=PromptStream(stage.prompts.train, config.seed, config.data.shuffle),
+        stream=stage.prompts.stream(config),
         heldout=stage.prompts.heldout,
     )
 
@@ -126,8 +129,9 @@ class _Stage:
     reference: Any = None
 
 
-def _writers(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None, report: Report) -> _Stage:
-    assert isinstance(config, Config)
+def _writers(
+    config: Config, queue: CountingQueue, rewards: RewardPool | None, report: Report, progress: Progress
+) -> _Stage:
     prompts = Prompts.load(config, report)
     tokenizer = SafeTokenizer.load(config.student.path, report)
     student, _ = build.student_model(config, report)
@@ -142,7 +146,7 @@ def _writers(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None
     teachers = {name: build.teacher_engine(config, name, model, vocabulary) for name, model in models.items()}
     pools = {name: TeacherPool(name, [engine]) for name, engine in teachers.items()}
     client = build.teacher_client(config, pools, tokenizers)
-    build.check_prompts(config, prompts.sets, tokenizer, client)
+    prompts = prompts.without(build.check_prompts(config, prompts.sets, tokenizer, client, report, progress))
     heads = [build.teacher_head(config, name, model.head, vocabulary) for name, model in models.items()]
     learner = build.learner(config, student, heads, queue, vocabulary, report=report)
     engine = build.student_engine(config, student, tokenizer, vocabulary)
@@ -175,6 +179,8 @@ class Prompts:
 
     train: PromptSet
     heldout: PromptSet | None
+    skip: frozenset[int] = frozenset()
+    """positions of training rows that are never drawn"""
 
     @classmethod
     def load(cls, config: RunConfig, report: Report = silent) -> Prompts:
@@ -187,6 +193,14 @@ class Prompts:
                 f"({train.source}): held-out measures do not tell how the student does on prompts that it never saw"
             )
         return cls(train, heldout)
+
+    def without(self, skipped: Sequence[frozenset[int]]) -> Prompts:
+        """Leave out the rows at these positions of `sets`: held-out rows at once, training rows when drawn."""
+        heldout = None if self.heldout is None else self.heldout.without(skipped[1])
+        return Prompts(self.train, heldout, skipped[0])
+
+    def stream(self, config: RunConfig) -> PromptStream:
+        return PromptStream(self.train, config.seed, config.data.shuffle, self.skip)
 
     @property
     def sets(self) -> Sequence[PromptSet]:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from understudy.agent_loop import single_turn  # noqa: F401  # registers the loop
-from understudy.agent_loop.contract import LOOPS, UNBOUNDED, Send, Tokenizer, derive_seed, render_prompt
+from understudy.agent_loop.contract import LOOPS, UNBOUNDED, PromptTooLong, Send, Tokenizer, derive_seed
 from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import TeacherHead
 from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
 from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement, RunConfig
 from understudy.data.prompts import PromptSet
-from understudy.data.trajectory import Key, Prompt, Trajectory
+from understudy.data.trajectory import Key, Message, Prompt, Trajectory
 from understudy.engines.contract import ScoreRequest, Want
 from understudy.engines.torch_lm import TorchEngine
 from understudy.errors import UserError
@@ -42,13 +42,16 @@ from understudy.rewards.pool import RewardPool
 from understudy.runtime.memory import collect_rarely, keep_freed_memory
 from understudy.scoring import EpisodeScorer, Judge
 from understudy.signals import Made, build_algorithm, reward_judge, written
-from understudy.teachers.client import ResidentTeacher, TeacherClient, own_context, runs
+from understudy.teachers.client import Renderer, ResidentTeacher, TeacherClient, own_words, runs
 from understudy.teachers.pool import Scorer, TeacherPool
 
 Report = Callable[[str], None]
 
-CHECKED_PROMPTS = 20_000
-"""So many prompts are rendered before the run starts, to find those that are too long; later ones when drawn."""
+Progress = Callable[[str, int, int], None]
+"""Takes what is being done, how much of it is done, and how much there is."""
+CHECKED_AT_ONCE = 512
+"""Prompts that are tokenised in one call when a run starts."""
+SHOWN_ROWS = 10
 THREADS_PER_CORE, FEW_THREADS = 8, 64
 """A run may ask for so many compute threads per core; so many in all are always allowed."""
 PREFIX_TOKENS = 4096
@@ -57,6 +60,10 @@ PREFIX_TOKENS = 4096
 
 def silent(line: str) -> None:
     """A report that nobody reads."""
+
+
+def unseen(label: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 def enter(config: RunConfig) -> None:
@@ -343,41 +350,128 @@ def _reference_judge(engine: Scorer) -> Judge:
     return judge
 
 
-def check_prompts(config: Config, sets: Sequence[PromptSet], tokenizer: SafeTokenizer, client: TeacherClient) -> None:
-    """Prompts that are too long, ask for unknown teachers or loops, or do not fit the engine: before the run starts."""
-    longest = config.data.max_prompt_tokens
-    room = config.engine.context - max(config.rollout.max_tokens, config.validation.max_tokens)
-    mistakes: list[str] = []
-    for prompt in (p for prompts in sets for p in prompts[:CHECKED_PROMPTS]):
-        try:
-            tokens = render_prompt(tokenizer, prompt, longest)
-            teacher = client.teachers[client.route(prompt)] if client.teachers else None
-            if teacher is not None and teacher.system_prompt is not None:
-                own_context(teacher, prompt, _unanswered(tokens))
-            if len(tokens) > room:
-                raise UserError(
-                    f"{prompt}: {len(tokens)} prompt tokens and the longest answer do not fit "
-                    f"engine.context = {config.engine.context}"
-                )
-            if prompt.agent_loop is not None and prompt.agent_loop not in LOOPS:
-                raise UserError(f"{prompt}: no agent loop is named {prompt.agent_loop!r}")
-        except UserError as error:
-            mistakes.append(str(error))
+def check_prompts(
+    config: Config,
+    sets: Sequence[PromptSet],
+    tokenizer: SafeTokenizer,
+    client: TeacherClient,
+    report: Report = silent,
+    progress: Progress = unseen,
+) -> list[frozenset[int]]:
+    """Check all rows before the run starts: those that are too long, ask for unknown teachers or loops, or lack what a
+    teacher's own prompt needs. `sets` are the training prompts and, if there are any, the held-out ones. Returns, for
+    each set, the positions of rows that data.overlong leaves out; anything else that is wrong is an error."""
+    answers = (config.rollout.max_tokens, config.validation.max_tokens)
+    total, done, skips = sum(map(len, sets)), 0, config.data.overlong == "skip"
+    mistakes: list[UserError] = []
+    skipped: list[frozenset[int]] = []
+    for prompts, answer in zip(sets, answers, strict=False):
+        overlong: dict[int, str] = {}
+        for start in range(0, len(prompts), CHECKED_AT_ONCE):
+            part = prompts[start : start + CHECKED_AT_ONCE]
+            for position, problem in enumerate(_checked(config, part, tokenizer, client, answer), start):
+                if isinstance(problem, TooLong) and skips:
+                    overlong[position] = str(prompts[position].row)
+                elif problem is not None:
+                    mistakes.append(problem)
+            done += len(part)
+            if total > CHECKED_AT_ONCE:
+                progress("checking prompts", done, total)
+        if len(overlong) == len(prompts):
+            raise UserError(f"{prompts.source}: all {len(prompts):,} rows are too long, so data.overlong leaves none")
+        if overlong:
+            rows = ", ".join(list(overlong.values())[:SHOWN_ROWS])
+            report(
+                f"data.overlong leaves out {len(overlong):,} of {len(prompts):,} rows of {prompts.source}, which are "
+                f"too long: {rows}{_more(len(overlong))}"
+            )
+        skipped.append(frozenset(overlong))
     if mistakes:
-        more = f"\n  … and {len(mistakes) - 10} more" if len(mistakes) > 10 else ""
-        raise UserError("\n  ".join([f"{len(mistakes)} prompts cannot be used:", *mistakes[:10]]) + more)
+        lines = [
+            f"{len(mistakes):,} prompt{'s' if len(mistakes) > 1 else ''} cannot be used:",
+            *map(str, mistakes[:SHOWN_ROWS]),
+        ]
+        long = sum(isinstance(mistake, TooLong) for mistake in mistakes)
+        way_out = f"\nTo leave out rows that are too long ({long:,} of these), set data.overlong=skip" if long else ""
+        raise UserError("\n  ".join(lines) + _more(len(mistakes), "\n  ") + way_out)
+    return skipped
+
+
+def _more(count: int, before: str = " ") -> str:
+    return f"{before}… and {count - SHOWN_ROWS:,} more" if count > SHOWN_ROWS else ""
+
+
+class TooLong(UserError):
+    """A row that data.overlong may leave out."""
+
+
+def _checked(
+    config: Config, prompts: Sequence[Prompt], tokenizer: SafeTokenizer, client: TeacherClient, answer: int
+) -> list[UserError | None]:
+    """What is wrong with each of these prompts, if they are to be answered with up to `answer` tokens."""
+    asked = [prompt.text if prompt.text is not None else prompt.messages for prompt in prompts]
+    found: list[UserError | None] = []
+    contexts: dict[str, dict[int, str | list[Message]]] = {}
+    for place, (prompt, tokens) in enumerate(zip(prompts, _lengths(tokenizer, asked, prompts), strict=True)):
+        try:
+            found.append(_checked_alone(config, prompt, tokens, answer))
+            teacher = client.teachers[name := client.route(prompt)] if client.teachers else None
+            if teacher is not None and teacher.system_prompt is not None:
+                contexts.setdefault(name, {})[place] = own_words(teacher, prompt)
+        except UserError as error:
+            found[place:] = [error]
+    for name, words in contexts.items():
+        renderer = client.teachers[name].renderer
+        assert renderer is not None
+        lengths = _lengths(renderer, list(words.values()), [prompts[place] for place in words])
+        for place, length in zip(words, lengths, strict=True):
+            if isinstance(length, UserError):
+                found[place] = length
+            elif found[place] is None and length + answer > config.engine.context:
+                found[place] = TooLong(
+                    f"{prompts[place]}: {length} tokens of what teacher {name!r} reads and the longest answer do not "
+                    f"fit engine.context = {config.engine.context}"
+                )
+    return found
+
+
+def _checked_alone(config: Config, prompt: Prompt, tokens: int | UserError, answer: int) -> UserError | None:
+    """Of a prompt as the student reads it. Mistakes that nothing can leave out come first."""
+    if prompt.agent_loop is not None and prompt.agent_loop not in LOOPS:
+        return UserError(f"{prompt}: no agent loop is named {prompt.agent_loop!r}")
+    if isinstance(tokens, UserError):
+        return tokens
+    if tokens > config.data.max_prompt_tokens:
+        return TooLong(str(PromptTooLong.of(prompt, tokens, config.data.max_prompt_tokens)))
+    if tokens + answer > config.engine.context:
+        return TooLong(
+            f"{prompt}: {tokens} prompt tokens and the longest answer do not fit "
+            f"engine.context = {config.engine.context}"
+        )
+    return None
+
+
+def _lengths(
+    tokenizer: Renderer, asked: Sequence[str | Sequence[Message]], prompts: Sequence[Prompt]
+) -> list[int | UserError]:
+    """Tokens of each prompt; where a template refuses one, why."""
+    try:
+        return list(tokenizer.lengths(asked))
+    except UserError:
+        return [_length(tokenizer, words, prompt) for words, prompt in zip(asked, prompts, strict=True)]
+
+
+def _length(tokenizer: Renderer, words: str | Sequence[Message], prompt: Prompt) -> int | UserError:
+    try:
+        return tokenizer.lengths([words])[0]
+    except UserError as error:
+        return UserError(f"{prompt}: {error}")
 
 
 def check_routes(sets: Sequence[PromptSet], client: TeacherClient) -> None:
     """Rows that name no teacher of this run, or a loop that nobody registered, before the run starts."""
-    for prompt in (p for prompts in sets for p in prompts[:CHECKED_PROMPTS]):
+    for prompt in (p for prompts in sets for p in prompts):
         if client.teachers:
             client.route(prompt)
         if prompt.agent_loop is not None and prompt.agent_loop not in LOOPS:
             raise UserError(f"{prompt}: no agent loop is named {prompt.agent_loop!r}")
-
-
-def _unanswered(tokens: Tensor) -> Trajectory:
-    """A prompt alone."""
-    nothing = torch.empty(0)
-    return Trajectory(tokens, torch.zeros(len(tokens), dtype=torch.bool), nothing, nothing.to(torch.int32))

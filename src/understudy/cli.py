@@ -51,7 +51,7 @@ def resume_command(args: argparse.Namespace) -> Callable[[], Path]:
     run = _existing_run(args.run)
     from understudy.train import resume
 
-    return partial(resume, run, args.steps)
+    return partial(resume, run, args.steps, args.overrides)
 
 
 def eval_command(args: argparse.Namespace) -> None:
@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     resume = _command(commands, "resume", resume_command, "go on with a run that was stopped or killed", _RESUME)
     resume.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
     resume.add_argument("--steps", type=_positive, metavar="N", help="train to step N instead of the recipe's `steps`")
+    _add_overrides(resume, "change a setting for the rest of the run, e.g. checkpoint.every=5")
 
     evaluate = _command(commands, "eval", eval_command, "measure a student on held-out prompts", _EVAL)
     evaluate.add_argument("target", metavar="RUN_OR_RECIPE", help="directory of a run, or a recipe (untrained student)")
@@ -209,7 +210,11 @@ _TRAIN = """example: understudy train recipes/quickstart.yaml steps=20 optimizer
 A recipe is a YAML file. key=value words change it: keys are dotted, values are YAML
 (student.lora={rank: 8} in quotes for the shell, data.validation=null).
 `understudy config show RECIPE` lists the keys."""
-_RESUME = "example: understudy resume runs/quickstart"
+_RESUME = """example: understudy resume runs/quickstart
+example: understudy resume runs/quickstart steps=60 checkpoint.every=5
+
+key=value words change settings for the rest of the run, and its config.yaml keeps them. Only settings under which
+everything so far would have been the same may change; any other is refused with the list of those that may."""
 _EVAL = """example: understudy eval runs/quickstart --checkpoint best
 example: understudy eval recipes/quickstart.yaml student.drop_layers=[]"""
 _SHOW = "example: understudy config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
@@ -249,8 +254,8 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     _add_overrides(parser)
 
 
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="change a setting, e.g. optimizer.lr=5e-5")
+def _add_overrides(parser: argparse.ArgumentParser, what: str = "change a setting, e.g. optimizer.lr=5e-5") -> None:
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help=what)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, default: str | None) -> None:

@@ -22,11 +22,11 @@ from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, Prompts
 from understudy.backstage import Learnt
 from understudy.board import BOARD, Board, Started, ask_board, desks
+from understudy.build import Progress
 from understudy.build import Report as Say
 from understudy.checkpoint import Best, Checkpoint, CheckpointStore
 from understudy.config.pools import pool_members
 from understudy.config.schema import RunConfig
-from understudy.data.prompts import PromptStream
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import GroupKey, Prompt
 from understudy.desks import REFERENCE, STUDENT, of_teacher
@@ -280,11 +280,11 @@ class Distributed:
             return None
 
 
-def assemble_on_ray(config: RunConfig, report: Say) -> Parts:
+def assemble_on_ray(config: RunConfig, report: Say, progress: Progress) -> Parts:
     """Check everything that can be checked, then take places and start processes."""
     prompts = Prompts.load(config, report)
     tokenizer, tokenizers = words = stages.words(config, report)
-    vocabulary = stages.checked(config, prompts, words, report)
+    vocabulary, prompts = stages.checked(config, prompts, words, report, progress)
     cluster = Cluster(config.ray, config.pools)
     try:
         backstage = _spawn(config, cluster, vocabulary)
@@ -300,7 +300,7 @@ def assemble_on_ray(config: RunConfig, report: Say) -> Parts:
         queue=backstage.queue,
         rollout=backstage.rollout,
         backstage=backstage,
-        stream=PromptStream(prompts.train, config.seed, config.data.shuffle),
+        stream=prompts.stream(config),
         heldout=prompts.heldout,
     )
 

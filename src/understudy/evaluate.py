@@ -351,7 +351,7 @@ def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[s
     from understudy.record.display import Display
 
     with Display(0, f"eval {config.name}") as display:
-        parts, path = assemble(config, display.note), None
+        parts, path = assemble(config, display.note, display.progress), None
         if run is not None:
             path = CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint)
         directory = (run or Path(config.out) / config.name) / "validation"

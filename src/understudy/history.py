@@ -264,18 +264,22 @@ async def mark_best(run: Run) -> None:
 
 
 def keep_data(run: Run) -> None:
-    """Write down which prompts the run learns from and is evaluated on, so that a resumed run can compare."""
-    heldout = run.parts.heldout
+    """Write down which prompts the run learns from and is evaluated on, so that a resumed run can compare, and how many
+    rows are left out of both."""
+    stream, heldout = run.parts.stream, run.parts.heldout
     before = run.directory.load_data().get("heldout")
     run.directory.write_data(
-        {"train": run.parts.stream.identity, "heldout": before if heldout is None else heldout.identity}
+        {
+            "train": {**stream.identity, "skipped": stream.skipped},
+            "heldout": before if heldout is None else {**heldout.identity, "skipped": heldout.skipped},
+        }
     )
 
 
 def _check_heldout(run: Run) -> None:
     """Evaluations of one run are made on the same prompts. Runs of older versions did not write down which."""
     heldout, before = run.parts.heldout, run.directory.load_data().get("heldout")
-    if heldout is None or before is None or before == heldout.identity:
+    if heldout is None or before is None or before["digest"] == heldout.digest:
         return
     was, now = (f"{of['rows']} rows, digest {of['digest'][:12]}" for of in (before, heldout.identity))
     raise UserError(

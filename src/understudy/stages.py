@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from understudy import build
 from understudy.assemble import Prompts
-from understudy.build import Report
+from understudy.build import Progress, Report
 from understudy.config.diffusion import DiffusionConfig
 from understudy.config.schema import Config, RunConfig
 from understudy.learner.ranks import Ranks
@@ -52,13 +52,16 @@ def made(tokenizer: SafeTokenizer | None) -> Made:
     return painted if tokenizer is None else build.text_of(tokenizer)
 
 
-def checked(config: RunConfig, prompts: Prompts, words: Words, report: Report) -> int:
-    """Prompts, models and teachers fit together; returns the ids that student and teachers share."""
+def checked(
+    config: RunConfig, prompts: Prompts, words: Words, report: Report, progress: Progress
+) -> tuple[int, Prompts]:
+    """Prompts, models and teachers fit together; returns the ids that student and teachers share, and the prompts
+    without those that the recipe leaves out."""
     nobody_yet = {name: TeacherPool(name, []) for name in config.teachers}
     client = build.teacher_client(config, nobody_yet, words[1])
     if isinstance(config, DiffusionConfig):
         build.check_routes(prompts.sets, client)
-        return 0
+        return 0, prompts
     assert isinstance(config, Config)
     tokenizer, tokenizers = words
     assert tokenizer is not None
@@ -68,8 +71,7 @@ def checked(config: RunConfig, prompts: Prompts, words: Words, report: Report) -
         report,
     )
     build.check_top_k(config, vocabulary)
-    build.check_prompts(config, prompts.sets, tokenizer, client)
-    return vocabulary
+    return vocabulary, prompts.without(build.check_prompts(config, prompts.sets, tokenizer, client, report, progress))
 
 
 def learner(

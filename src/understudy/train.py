@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 from understudy import history
 from understudy.assemble import Parts, assemble
 from understudy.checkpoint import CheckpointStore
-from understudy.config.load import dump, load
+from understudy.config.load import dump
+from understudy.config.resume import load_resumed
 from understudy.config.schema import Grpo, RunConfig
 from understudy.data.trajectory import GroupKey, Prompt
 from understudy.errors import UserError
@@ -74,13 +75,16 @@ def train(config: RunConfig) -> Path:
     return directory.path
 
 
-def resume(path: Path | str, steps: int | None = None) -> Path:
-    """Go on from the last checkpoint of a run (from the beginning, if it was killed before the first)."""
+def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] = ()) -> Path:
+    """Go on from the last checkpoint of a run (from the beginning, if it was killed before the first). Overrides
+    `key=value` may change what `config.resume` lists; the run's config.yaml keeps them."""
     directory = RunDirectory.open(path)
-    overrides = [f"steps={steps}"] if steps is not None else []
+    changes = [*overrides, *([f"steps={steps}"] if steps is not None else [])]
     with locked(directory.path, print):
-        config = load(directory.path / "config.yaml", overrides).config
+        config, notes = load_resumed(directory.path / "config.yaml", changes)
         with _opened(config, directory) as run:
+            for line in notes:
+                run.display.note(line)
             asyncio.run(all_steps(run, resumed=True))
     return directory.path
 
@@ -97,7 +101,7 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
 
 def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Run:
     """Load and wire everything; nothing has been computed yet."""
-    parts = assemble(config, display.note)
+    parts = assemble(config, display.note, display.progress)
     checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep)
     judge = evaluator(parts, directory.path / "validation", display.progress) if parts.heldout else None
     return Run(parts, directory, checkpoints, display, judge)

@@ -44,15 +44,19 @@ class Tokenizer(Protocol):
 class PromptTooLong(UserError):
     """A prompt longer than data.max_prompt_tokens, or one that leaves no room for an answer."""
 
+    @classmethod
+    def of(cls, prompt: Prompt, tokens: int, limit: int) -> PromptTooLong:
+        return cls(
+            f"{prompt}: the prompt has {tokens} tokens, data.max_prompt_tokens allows {limit}: "
+            "shorten it, or raise the limit (and engine.context, if need be)"
+        )
+
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> Tensor:
     """Token ids of a prompt: its chat messages through the template, or its plain text."""
     ids = _ids(tokenizer, prompt.text, prompt.messages)
     if len(ids) > limit:
-        raise PromptTooLong(
-            f"{prompt}: the prompt has {len(ids)} tokens, data.max_prompt_tokens allows {limit}: "
-            "shorten it, or raise the limit (and engine.context, if need be)"
-        )
+        raise PromptTooLong.of(prompt, len(ids), limit)
     return ids.clone()  # a loop may change its own
 
 

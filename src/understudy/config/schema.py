@@ -129,7 +129,9 @@ class Data(Section):
     system_prompt: Annotated[str | None, _OF_TEXT] = None
     """System prompt put before rows that have none; unset leaves it to the chat template."""
     max_prompt_tokens: Annotated[int, _OF_TEXT] = Field(1024, ge=1)
-    """A longer prompt is an error that names the row."""
+    """Tokens of a prompt at most."""
+    overlong: Annotated[Literal["error", "skip"], _OF_TEXT] = "error"
+    """Rows above max_prompt_tokens, or that engine.context has no room for: name them and stop, or leave them out."""
     shuffle: bool = True
     """Shuffle anew in each epoch, by the run's seed."""
 

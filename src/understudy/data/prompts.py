@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -41,6 +41,8 @@ class PromptSet(Sequence[Prompt]):
         self.source = source
         self.digest = _digest(self._prompts)
         """Fingerprint of what the rows say, wherever the file lies; other rows or another order give another one."""
+        self.skipped = 0
+        """Rows of the source that are left out."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -56,6 +58,14 @@ class PromptSet(Sequence[Prompt]):
     def identity(self) -> dict[str, Any]:
         """What tells these rows from others, as JSON."""
         return {"rows": len(self), "digest": self.digest}
+
+    def without(self, positions: Collection[int]) -> PromptSet:
+        """The same rows but for those at these positions."""
+        if not positions:
+            return self
+        kept = PromptSet((p for position, p in enumerate(self) if position not in positions), self.source)
+        kept.skipped = self.skipped + len(positions)
+        return kept
 
     def shared_with(self, other: PromptSet) -> int:
         """How many of these prompts the other set has too, whatever their other columns say."""
@@ -326,13 +336,16 @@ def _digest(prompts: Iterable[Prompt]) -> str:
 class PromptStream:
     """Endless draws from a prompt set: every row once per epoch, in an order that seed and epoch alone decide.
 
-    The order comes from a generator of its own, so that nothing else that draws random numbers can shift it.
+    The order comes from a generator of its own, so that nothing else that draws random numbers can shift it. Rows
+    at the positions of `skip` are passed over when their turn comes, and their turn is counted: other rows keep their
+    place in the order and their uid, whatever is skipped.
     """
 
-    def __init__(self, prompts: PromptSet, seed: int, shuffle: bool) -> None:
-        if len(prompts) == 0:
+    def __init__(self, prompts: PromptSet, seed: int, shuffle: bool, skip: frozenset[int] = frozenset()) -> None:
+        if len(prompts) == len(skip):
             raise PromptError(f"{prompts.source}: no rows to draw from")
         self._prompts = prompts
+        self._skip = skip
         self._seed = seed
         self._shuffle = shuffle
         self._position = 0
@@ -341,21 +354,30 @@ class PromptStream:
 
     @property
     def position(self) -> int:
-        """Prompts drawn so far: the uid of the next one."""
+        """Turns so far, those of skipped rows included: the uid of the next row, skipped or not."""
         return self._position
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts, each with its draw number as uid; may run over the end of an epoch."""
         if n < 0:
             raise ValueError(f"cannot draw {n} prompts")
-        drawn = [self._draw(uid) for uid in range(self._position, self._position + n)]
-        self._position += n
+        drawn: list[Prompt] = []
+        while len(drawn) < n:
+            index = self._index(self._position)
+            if index not in self._skip:
+                drawn.append(replace(self._prompts[index], uid=self._position))
+            self._position += 1
         return drawn
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Of the rows that it draws from."""
+        """Of the rows that it draws from, skipped ones included."""
         return self._prompts.identity
+
+    @property
+    def skipped(self) -> int:
+        """Rows that it never draws."""
+        return len(self._skip)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands and on what, as JSON."""
@@ -385,10 +407,11 @@ class PromptStream:
     def _identity(self) -> dict[str, Any]:
         return {**self._prompts.identity, "seed": self._seed, "shuffle": self._shuffle}
 
-    def _draw(self, uid: int) -> Prompt:
-        epoch, index = divmod(uid, len(self._prompts))
+    def _index(self, turn: int) -> int:
+        """The position in the set of the row whose turn it is."""
+        epoch, index = divmod(turn, len(self._prompts))
         if self._shuffle and epoch != self._epoch:
             self._order = list(range(len(self._prompts)))
             random.Random(f"prompts/{self._seed}/{epoch}").shuffle(self._order)
             self._epoch = epoch
-        return replace(self._prompts[self._order[index] if self._shuffle else index], uid=uid)
+        return self._order[index] if self._shuffle else index

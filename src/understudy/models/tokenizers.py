@@ -59,13 +59,20 @@ class SafeTokenizer:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation, through the chat template."""
+        options = {"tokenize": True, "return_dict": False, "add_generation_prompt": add_generation_prompt}
+        return list(self._template(messages, options))
+
+    def _templated(self, messages: Sequence[Message]) -> str:
+        """The text that `render` tokenises."""
+        return str(self._template(messages, {"tokenize": False, "add_generation_prompt": True}))
+
+    def _template(self, messages: Sequence[Message], options: dict[str, bool]) -> Any:
         if self.chat_template is None:
             raise ModelError("the tokenizer has no chat template: set data.template: none to use prompts as plain text")
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        options = {"tokenize": True, "return_dict": False, "add_generation_prompt": add_generation_prompt}
         try:
             with self._lock:
-                return list(self._tokenizer.apply_chat_template(turns, **options))
+                return self._tokenizer.apply_chat_template(turns, **options)
         except (TemplateError, ValueError) as error:
             roles = ", ".join(message.role for message in messages)
             raise ModelError(f"the chat template refuses a conversation with roles [{roles}]: {error}") from error
@@ -74,6 +81,21 @@ class SafeTokenizer:
         """Token ids of plain text. `special` lets the tokenizer add what starts a text (a BOS token, if it has one)."""
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def lengths(self, prompts: Sequence[str | Sequence[Message]]) -> list[int]:
+        """How many ids `encode` gives for each text and `render` for each conversation: all in one call, which is
+        faster than one by one and uses all cores."""
+        texts = [prompt if isinstance(prompt, str) else self._templated(prompt) for prompt in prompts]
+        counts = [0] * len(texts)
+        for special in (True, False):  # a template writes special tokens itself
+            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
+            if places:
+                batch, options = [texts[place] for place in places], {"return_attention_mask": False}
+                with self._lock:
+                    ids = self._tokenizer(batch, add_special_tokens=special, **options)["input_ids"]
+                for place, row in zip(places, ids, strict=True):
+                    counts[place] = len(row)
+        return counts
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of these ids; special tokens are shown unless they are to be skipped."""

@@ -30,6 +30,8 @@ class Renderer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def lengths(self, prompts: Sequence[str | Sequence[Message]]) -> list[int]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ResidentTeacher:
@@ -98,8 +100,16 @@ def align(
 
 def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory) -> list[int]:
     """The prompt as a teacher with a system prompt of its own reads it."""
-    assert teacher.system_prompt is not None
     assert teacher.renderer is not None
+    words = own_words(teacher, prompt, trajectory.context)
+    return teacher.renderer.encode(words) if isinstance(words, str) else teacher.renderer.render(words)
+
+
+def own_words(
+    teacher: ResidentTeacher, prompt: Prompt, context: Sequence[Message] | None = None
+) -> str | list[Message]:
+    """The same before it is tokenised: a text, or messages with those of `context` in place of the prompt's."""
+    assert teacher.system_prompt is not None
     columns = {**prompt.columns, "ground_truth": prompt.ground_truth}
     where = f"{prompt}: the system prompt of teacher {teacher.pool.name!r}"
     try:
@@ -111,9 +121,9 @@ def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory
             f"{where} cannot be filled in ({error}): {{column}} is a column, {{{{ and }}}} are braces"
         ) from None
     if prompt.text is not None:
-        return teacher.renderer.encode(system + prompt.text)
-    messages = trajectory.context if trajectory.context is not None else prompt.messages
-    return teacher.renderer.render([Message("system", system), *(m for m in messages if m.role != "system")])
+        return system + prompt.text
+    messages = context if context is not None else prompt.messages
+    return [Message("system", system), *(m for m in messages if m.role != "system")]
 
 
 def _step_request(
