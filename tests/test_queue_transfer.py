@@ -22,16 +22,20 @@ from hypothesis import strategies as st
 ray = pytest.importorskip("ray")
 tq = pytest.importorskip("transfer_queue")
 
+import tiny  # noqa: E402
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
 from queue_objects import ObjectContract  # noqa: E402
+from understudy.errors import RunLost  # noqa: E402
 from understudy.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
 from understudy.queue.clerk import Clerk, Reply  # noqa: E402
 from understudy.queue.transfer_queue import TransferSampleQueue, start  # noqa: E402
 from understudy.queue.transfer_store import from_batch_meta, to_batch_meta, to_kv_meta  # noqa: E402
+from understudy.runtime.ray import Remote, needing  # noqa: E402
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 """A call takes milliseconds here; the plans are the same as for the other back ends."""
 _queues: list[TransferSampleQueue] = []
+_first: list[TransferSampleQueue] = []
 _next = itertools.count()
 
 
@@ -60,6 +64,7 @@ def cluster() -> Iterator[None]:
     for name in (__name__, "queue_plans"):  # workers cannot import tests
         ray.cloudpickle.register_pickle_by_value(sys.modules[name])
     first = start()
+    _first[:] = [first]
     clerk = ray.remote(num_cpus=0, max_concurrency=100)(FreshClerk)
     _queues[:] = [TransferSampleQueue(clerk.remote()) for _ in range(3)]
     yield
@@ -430,3 +435,32 @@ def test_a_missing_package_is_named_with_its_extra(package: str) -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert f"UserError: the TransferQueue back end needs the package {package!r}" in ran.stderr
     assert "pip install --editable '.[ray]'" in ran.stderr
+
+
+# ── processes of the queue that die: these come last, for nothing can be stored afterwards ───────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("victim", "named"),
+    [("Clerk", "the ledger of the queue"), ("SimpleStorageUnit", "storage unit [01] of TransferQueue")],
+)
+def test_when_a_process_of_the_queue_dies_nobody_waits_for_it(victim: str, named: str) -> None:
+    queue = _first[0] if victim == "Clerk" else make()
+    actors = _first[0].actors | {"the ledger of the queue": queue._clerk}
+    processes = [Remote(name, actor) for name, actor in actors.items()]
+    release = queue.release if victim != "Clerk" else lambda: None
+
+    async def test() -> None:
+        async with needing(processes, 60.0, release, "It is needed."):
+            await fill(queue, 1)
+            tiny.actors(victim)[0].kill()
+            for uid in itertools.count(2):  # TransferQueue itself waits for a unit for 200 s, three times
+                await fill(queue, uid)
+
+    with pytest.raises(RunLost, match=rf"^{named} died .*\nIt is needed\.$"):
+        asyncio.run(test())  # nor does a thread of this process wait when it has returned
+
+
+def test_what_was_released_serves_nobody() -> None:
+    with pytest.raises(RuntimeError, match="was closed in this process"):
+        run(fill(make(), 1))

@@ -29,6 +29,7 @@ PATIENCE = 400.0
 PLUGIN: list[Path] = []
 LOOP = """
 from dataclasses import replace
+import torch
 from understudy.agent_loop.contract import register
 
 
@@ -39,6 +40,17 @@ class Long:
         length = 400 if prompt.uid % 2 else 8
         answer = await context.generate(tokens, replace(context.sampling, min_tokens=length, max_tokens=length))
         return context.episode(prompt, [context.trajectory(tokens, answer)])
+
+
+@register("ray_dialogue")
+class Dialogue:
+    async def run(self, prompt, context):
+        tokens, rows = context.render(prompt), []
+        for turn in range(4):
+            answer = await context.generate(tokens)
+            rows.append(context.trajectory(tokens, answer))
+            tokens = torch.cat([rows[-1].tokens, torch.tensor(context.tokenizer.encode(" Go on, please."))])
+        return context.episode(prompt, rows)
 """
 
 
@@ -75,6 +87,8 @@ class Assassin(threading.Thread):
         self.found: Distributed | None = None
         self.directory: RunDirectory | None = None
         self.error: BaseException | None = None
+        self.ended = 0.0
+        """when all was done"""
 
     def run(self) -> None:
         try:
@@ -85,6 +99,7 @@ class Assassin(threading.Thread):
                         raise TimeoutError(f"{plot.__name__}: nothing to kill")
                     time.sleep(0.01)
                 self.done.append(plot.__name__)
+            self.ended = time.monotonic()
         except BaseException as error:
             self.error = error
 
@@ -140,6 +155,14 @@ def worker(run: Distributed, directory: RunDirectory) -> bool:
 
 def rank(run: Distributed, directory: RunDirectory) -> bool:
     return steps_of(directory) >= 2 and kill(run.ranks[1], "busy")
+
+
+def controller(run: Distributed, directory: RunDirectory) -> bool:
+    if steps_of(directory) < 2:
+        return False
+    (process,) = tiny.actors("TransferQueueController")
+    process.kill()
+    return True
 
 
 def every_teacher(run: Distributed, directory: RunDirectory) -> bool:
@@ -224,3 +247,34 @@ def test_a_learner_rank_dies_then_the_driver_then_every_teacher(
     done = [row["step"] for row in tiny.lines(path / "metrics.jsonl")]
     assert done == list(range(1, len(done) + 1))
     assert saved == len(done) < 30
+
+
+def test_without_the_queue_a_run_ends_within_the_deadline_and_says_how_to_go_on(
+    tmp_path: Path, hire: Callable[[Path, Assassin], None]
+) -> None:
+    """Its dialogues outgrow the context, in training and in validation: that is no failure."""
+    sections = {
+        "steps": 200,
+        "prompts_per_step": 2,
+        "rollout": {"agent_loop": "ray_dialogue", "samples": 1, "max_tokens": 6, "min_tokens": 6},
+        "engine": {"context": 48},
+        "data": {},
+        "validation": {"prompts": 2, "max_tokens": 6},
+        "ray": {"request_deadline": 60.0, "restarts": 0},
+    }
+    config = understudy.Config.model_validate(settings(tmp_path, name="run", **sections))
+    path = tmp_path / "runs" / "run"
+    assassin = Assassin(controller)
+    hire(path, assassin)
+    told = rf"the controller of TransferQueue died .*\n.*\n`understudy resume {path}` goes on from the last checkpoint"
+    with pytest.raises(UserError, match=told):
+        understudy.train(config)
+    assert assassin.error is None
+    assert time.monotonic() - assassin.ended < config.ray.request_deadline
+    done = tiny.lines(path / "metrics.jsonl")
+    assert len(done) >= 2
+    assert CheckpointStore(path / "checkpoints", 3).steps()[-1] >= len(done) - 1
+    assert all(row["failed_groups"] == 0 and row["trajectories"] == 8 for row in done)
+    rows = [row for step in done for row in RunDirectory.open(path).load_rollouts(step["step"])]
+    assert {row.finish for row in rows} == {"length"}
+    assert {len(row.ids) for row in rows} >= {0, 6}

@@ -6,20 +6,23 @@ import asyncio
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster as Nodes
+from ray.exceptions import ActorDiedError
 
 from understudy.config.schema import Pool
 from understudy.config.schema import Ray as Settings
 from understudy.data.trajectory import Key
-from understudy.errors import UserError
+from understudy.errors import RunLost, UserError
 from understudy.learner.update import NonFiniteLoss
 from understudy.runtime.contract import ReplicaGone
 from understudy.runtime.placement import QUEUE_CPUS
-from understudy.runtime.ray import Cluster, all_within
+from understudy.runtime.ray import Cluster, Remote, all_within, needing
 
 
 async def soon() -> None:
@@ -56,6 +59,103 @@ def test_errors_travel_whole() -> None:
     loss = pickle.loads(pickle.dumps(NonFiniteLoss("the loss is not finite", keys)))
     assert (str(loss), loss.keys) == ("the loss is not finite", keys)
 
+
+# ── processes that a run cannot do without ───────────────────────────────────────────────────────────────────────────
+
+
+class Actor:
+    """An actor that answers until it has died, or says nothing any longer."""
+
+    def __init__(self) -> None:
+        self.dead, self.silent, self.killed = False, False, False
+
+    @property
+    def __ray_ready__(self) -> Actor:
+        return self
+
+    async def remote(self) -> bool:
+        if self.silent:
+            await never()
+        if self.dead:
+            raise ActorDiedError
+        return True
+
+
+async def needed(actor: Actor, inside: Callable[[Actor], Awaitable[None]], deadline: float = 60.0) -> list[str]:
+    """`inside`, with the actor needed; returns what was released."""
+    released: list[str] = []
+    remotes = [Remote("the board", Actor()), Remote("the ledger", actor)]  # type: ignore[arg-type]
+    async with needing(remotes, deadline, lambda: released.append("all"), "It is needed."):
+        await inside(actor)
+    return released
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
+    found: list[Actor] = []
+    monkeypatch.setattr(ray, "kill", found.append)
+    monkeypatch.setattr("understudy.runtime.ray.PERIOD", 0.02)
+    return found
+
+
+async def dies(actor: Actor) -> None:
+    actor.dead = True
+    await never()
+
+
+async def falls_silent(actor: Actor) -> None:
+    actor.silent = True
+    await never()
+
+
+async def dies_and_is_asked(actor: Actor) -> None:
+    actor.dead = True
+    raise ValueError("no answer from the ledger")
+
+
+async def dies_while_it_must_not_be_left(actor: Actor) -> None:
+    actor.dead = True
+    for _ in range(3):
+        with suppress(asyncio.CancelledError):
+            await never()
+    await never()
+
+
+@pytest.mark.parametrize("inside", [dies, dies_and_is_asked, dies_while_it_must_not_be_left])
+def test_what_needs_a_process_ends_when_it_dies(inside: Any, killed: list[Actor]) -> None:
+    async def test() -> None:
+        with pytest.raises(RunLost, match=r"^the ledger died and will not be started again: .*\nIt is needed\.$"):
+            await asyncio.wait_for(needed(Actor(), inside), 30)
+        await soon()
+        assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+        assert len(asyncio.all_tasks()) == 1, "nothing goes on watching"
+
+    asyncio.run(test())
+    assert killed == []
+
+
+def test_a_process_that_says_nothing_is_ended_after_the_deadline(killed: list[Actor]) -> None:
+    actor = Actor()
+    with pytest.raises(RunLost, match=r"^the ledger has not answered for 0\.2 s\nIt is needed\.$"):
+        asyncio.run(asyncio.wait_for(needed(actor, falls_silent, 0.2), 30))
+    assert killed == [actor]
+
+
+def test_errors_and_cancellations_that_are_nobodys_death_stay_what_they_are(killed: list[Actor]) -> None:
+    async def wrong(actor: Actor) -> None:
+        raise ValueError("out of memory")
+
+    async def test() -> None:
+        assert await needed(Actor(), lambda actor: soon()) == []
+        with pytest.raises(ValueError, match="out of memory"):
+            await needed(Actor(), wrong)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(needed(Actor(), lambda actor: never()), 0.05)
+
+    asyncio.run(test())
+
+
+# ── a cluster ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 POOLS = {
     "small": Pool(replicas=3),

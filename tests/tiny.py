@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -167,3 +169,13 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 def lines(path: Path) -> list[dict[str, Any]]:
     """A JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def actors(name: str) -> list[psutil.Process]:
+    """Processes of actors of that class, in clusters that this process started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ends meanwhile
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
+                found.append(process)
+    return found

@@ -49,13 +49,14 @@ from understudy.queue.transfer_queue import start as start_queue
 from understudy.record.timeline import Interval
 from understudy.rollout import EpisodeDone, Order
 from understudy.runtime.contract import ReplicaGone
-from understudy.runtime.ray import Cluster, Remote, Stored, all_within
+from understudy.runtime.ray import Cluster, Remote, Stored, all_within, needing
 from understudy.signals import build_algorithm
 from understudy.stages import Role
 
 DRIVER = "driver"
 WINDOW = 0.005
 """Seconds in which writes of one process to the queue may join."""
+NO_QUEUE = "Rows of the step under way are lost with it, so the run cannot go on."
 
 
 @dataclass(slots=True)
@@ -147,9 +148,11 @@ class Distributed:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        processes = [Remote(name, actor) for name, actor in self.queue.actors.items()]
         try:
             await self._ready()
-            yield
+            async with needing(processes, self.config.ray.request_deadline, self.queue.release, NO_QUEUE):
+                yield
         finally:
             self.close()
 
@@ -165,8 +168,10 @@ class Distributed:
             raise UserError(f"the run cannot start: {error}") from error
 
     def close(self) -> None:
-        self.queue.close()
-        self.cluster.close()
+        try:
+            self.queue.close()
+        finally:
+            self.cluster.close()
 
     async def forget_prefixes(self) -> None:
         await asyncio.gather(*(self._if_there(engine, "forget") for engine in self.engines.all()))

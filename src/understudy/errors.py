@@ -18,6 +18,10 @@ def how_to_install(extra: str) -> str:
     return f"install the extra {extra!r} by running `pip install --editable '.[{extra}]'` in a checkout of this project"
 
 
+class RunLost(UserError):
+    """The run cannot go on, but what it saved is intact: it can be resumed."""
+
+
 class CannotJudge(RuntimeError):
     """A teacher or a reward has no answer for an episode: its group fails, visibly, and the run goes on within its
     budget."""

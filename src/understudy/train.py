@@ -22,7 +22,7 @@ from understudy.config.load import dump
 from understudy.config.resume import load_resumed
 from understudy.config.schema import Grpo, RunConfig
 from understudy.data.trajectory import GroupKey, Prompt
-from understudy.errors import UserError
+from understudy.errors import RunLost, UserError
 from understudy.evaluate import Evaluates, evaluator
 from understudy.learner.optimizer import learning_rate
 from understudy.learner.update import NonFiniteLoss
@@ -95,7 +95,11 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
     with Display(config.steps, config.name) as display:
         run = open_run(config, directory, display)
         history.announce(run)
-        yield run
+        try:
+            yield run
+        except RunLost as error:
+            on = f"`understudy resume {directory.path}` goes on from the last checkpoint."
+            raise UserError(f"{error}\n{on}") from error
     history.finish(run)
 
 

@@ -85,6 +85,8 @@ class TransferSampleQueue:
         self._slots = asyncio.Semaphore(_IN_FLIGHT)
         self.counts: dict[str, int] = {}
         """What happened since the start of the run, in all processes, as of the last answer that this one got"""
+        self.actors: dict[str, Any] = {}
+        """The processes that it consists of, as errors call them; known to the one that started it"""
 
     def __reduce__(self) -> tuple[type[TransferSampleQueue], tuple[Any, float]]:
         return type(self), (self._clerk, self._window)
@@ -156,6 +158,10 @@ class TransferSampleQueue:
         described = {key: describe(columns) for key, columns in rows.items()}
         tags = {Key(*row["key"]): row["tags"] for row in saved_rows(snapshot)}
         await self._send(Request("restore", None, (books, described), tags), rows)
+
+    def release(self) -> None:
+        """One of the queue's processes is dead: whatever waits for it in this process ends with an error."""
+        store.release()
 
     def close(self) -> None:
         """Stop the clerk and TransferQueue: for the process that started them, when nobody uses them any longer."""
@@ -327,7 +333,9 @@ def start(units: int = 2, *, window: float = 0.0, deadline: float = 60.0) -> Tra
         raise ValueError(f"queue window is {window} s, expected 0 to 0.01")
     store.launch(units, deadline)
     actor: Any = ray.remote(Clerk)
-    return TransferSampleQueue(actor.options(num_cpus=0, max_concurrency=_TASKS).remote(), window)
+    queue = TransferSampleQueue(actor.options(num_cpus=0, max_concurrency=_TASKS).remote(), window)
+    queue.actors = {"the ledger of the queue": queue._clerk, **store.actors(units)}
+    return queue
 
 
 def _parts(batch: Sequence[_Job]) -> Iterator[list[_Job]]:

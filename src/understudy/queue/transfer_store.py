@@ -9,7 +9,10 @@ a row is resolved by the queue, not by TransferQueue alone. Functions block: the
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +48,10 @@ class _Columns(dict[str, Any]):
 
 
 _connected = False
+_closed = False
 _connecting = threading.Lock()
+_PATIENCE = 20.0
+"""Seconds in which TransferQueue must have closed; parts of it may be dead."""
 
 
 def launch(units: int, deadline: float) -> None:
@@ -80,11 +86,41 @@ def launch(units: int, deadline: float) -> None:
         )
     if failed:
         raise failed[0]
+    global _connected, _closed
+    _connected, _closed = True, False
+
+
+def actors(units: int) -> dict[str, Any]:
+    """The processes of TransferQueue, as errors call them, for the process that has launched it."""
+    found = {"the controller of TransferQueue": ray.get_actor("TransferQueueController", namespace="transfer_queue")}
+    for unit in range(units):
+        found[f"storage unit {unit} of TransferQueue"] = ray.get_actor(f"TransferQueueStorageUnit#{unit}")
+    return found
+
+
+def release() -> None:
+    """Calls of this process that wait for TransferQueue end with an error, and so do those that come later: its
+    controller or a storage unit is dead, and it would not notice for minutes, or never."""
+    global _closed
+    _closed = True
+    client = transfer_queue.interface._TQ_CLIENT  # get_client would connect
+    if client is not None and client._loop.is_running():
+        client._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(client._loop)])
 
 
 def shut_down() -> None:
+    """Stop TransferQueue, whatever is left of it."""
     global _connected
-    transfer_queue.close()
+
+    def run() -> None:
+        logging.getLogger("transfer_queue.interface").setLevel(logging.ERROR)  # it warns of each unit that is dead
+        with contextlib.suppress(Exception):  # the cluster is given back next
+            transfer_queue.close()
+
+    release()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
     _connected = False
 
 
@@ -255,6 +291,8 @@ def _connect() -> None:
     """Connect this process with TransferQueue, once."""
     global _connected
     with _connecting:
+        if _closed:
+            raise RuntimeError("TransferQueue was closed in this process")
         if _connected:
             return
         if not _is_running():

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from understudy.config.schema import Pool
 from understudy.config.schema import Ray as Settings
-from understudy.errors import UserError, missing_extra
+from understudy.errors import RunLost, UserError, missing_extra
 from understudy.runtime.contract import CannotPlace, Node, ReplicaGone
 from understudy.runtime.placement import left_for_pools, place
 
@@ -30,6 +31,8 @@ except ImportError as error:
 
 OPEN_CALLS = 10_000
 """Calls that one actor has open at once."""
+PERIOD = 1.0
+"""Seconds between questions to a process whether it is still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,26 @@ class Remote:
     def find(cls, name: str) -> Remote:
         """A host of the same run that was spawned to be found."""
         return cls(name, ray.get_actor(name))
+
+    async def gone(self, deadline: float) -> ReplicaGone:
+        """Wait until the process has died, or has not answered for `deadline` seconds; it is then ended, so that nobody
+        waits for it any longer."""
+        now = asyncio.get_running_loop().time
+        until = now() + deadline
+        while True:
+            try:
+                async with asyncio.timeout_at(until):  # wait_for may swallow a cancellation
+                    await self.call("__ray_ready__")
+            except TimeoutError:
+                ray.kill(self.actor)
+                return ReplicaGone(f"{self.name} has not answered for {deadline:g} s", for_good=True)
+            except ReplicaGone as error:
+                if error.for_good:
+                    return error
+                await asyncio.sleep(min(PERIOD, deadline / 4))
+            else:
+                await asyncio.sleep(min(PERIOD, deadline / 4))
+                until = now() + deadline
 
     def _explained(self, error: Exception) -> Exception:
         if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
@@ -205,6 +228,58 @@ async def all_within(calls: Mapping[str, Coroutine[Any, Any, Any]], deadline: fl
     if waiting:
         late = ", ".join(sorted(task.get_name() for task in waiting))
         raise UserError(f"{what} did not finish within {deadline:g} s: no answer from {late}")
+
+
+@asynccontextmanager
+async def needing(
+    remotes: Sequence[Remote], deadline: float, release: Callable[[], None], why: str
+) -> AsyncIterator[None]:
+    """While entered, all these processes must be there. When one dies, or does not answer for `deadline` seconds, what
+    is inside is cancelled, and RunLost names the process and says `why` it is needed; so it does where such a loss is
+    the cause of an error inside. `release` ends whatever cannot be cancelled."""
+    inside = asyncio.current_task()
+    assert inside is not None
+    watches = [asyncio.create_task(remote.gone(deadline)) for remote in remotes]
+    cancelled = 0
+
+    async def interrupt() -> None:
+        nonlocal cancelled
+        await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+        while True:  # what must not be left half-way swallows a cancellation
+            release()
+            cancelled += inside.cancel()
+            await asyncio.sleep(PERIOD)
+
+    interrupting = asyncio.create_task(interrupt())
+    try:
+        yield
+    except BaseException as error:
+        interrupting.cancel()
+        for _ in range(cancelled):
+            inside.uncancel()
+        if isinstance(error, Exception) and not cancelled:
+            await _asked_again(remotes, watches)
+        lost = [watch.result() for watch in watches if watch.done()]
+        if lost and (cancelled or isinstance(error, Exception)):
+            release()
+            raise RunLost(f"{lost[0]}\n{why}") from error
+        raise
+    finally:
+        for task in (interrupting, *watches):
+            task.cancel()
+        with suppress(asyncio.CancelledError):  # one that came when all was done
+            await asyncio.gather(interrupting, *watches, return_exceptions=True)
+
+
+async def _asked_again(remotes: Sequence[Remote], watches: Sequence[asyncio.Task[ReplicaGone]]) -> None:
+    """Something went wrong: if one of the processes has died, its watch knows it when this returns."""
+    answers = [asyncio.create_task(remote.call("__ray_ready__")) for remote in remotes]
+    await asyncio.wait(answers, timeout=PERIOD)
+    dead = [w for answer, w in zip(answers, watches, strict=True) if answer.done() and answer.exception() is not None]
+    for answer in answers:
+        answer.cancel()
+    if dead:
+        await asyncio.wait(dead, timeout=3 * PERIOD)
 
 
 def node_address() -> str:
