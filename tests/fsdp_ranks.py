@@ -45,6 +45,7 @@ from understudy.tensor_file import TensorFile
 SECONDS = 120
 Named = tuple[tuple[str, torch.nn.Parameter], ...]
 PLAIN = Sharding()
+HALF = Sharding(dtype=torch.bfloat16, recompute=True)
 DISTILL = algorithm()
 POLICY_GRADIENT = algorithm("k1", form="policy_gradient", policy=PolicySettings())
 
@@ -69,6 +70,8 @@ class Case:
             torch.nn.init.constant_(built.value_head.weight, 0.1)
         if self.kind == "lora":
             base = tiny.model()
+            for parameter in base.parameters():  # what is frozen need not be wider than it computes
+                parameter.data = parameter.data.to(self.sharding.dtype or torch.float32)
             apply_lora(base, Lora(rank=3), seed=0)
             torch.manual_seed(1)
             for _, parameter in trainable(base):
@@ -114,7 +117,10 @@ CASES = {
     "one_rank_without_actions": Case("tied", hands=((3,), (0, 1, 2, 4, 5, 6))),
     "recompute": Case("tied", sharding=Sharding(recompute=True)),
     "recompute_lora": Case("lora", sharding=Sharding(recompute=True)),
-    "bfloat16": Case("tied", sharding=Sharding(dtype=torch.bfloat16, recompute=True)),
+    "bfloat16": Case("tied", sharding=HALF),
+    "bfloat16_lora": Case("lora", sharding=HALF),
+    "bfloat16_critic": Case("critic", sharding=HALF),
+    "bfloat16_without_actions": Case("untied", hands=((3,), (0, 1, 2, 4, 5, 6)), sharding=HALF),
 }
 UPDATES = {
     f"{kind}_{name}": (Case(kind), Optimizer(name=name, lr=lr, weight_decay=0.01))
@@ -175,9 +181,10 @@ def gradients(ranks: Ranks, folder: Path) -> None:
     for name, case in CASES.items():
         model = case.model()
         shard(model, case.sharding, "cpu")
-        calls: list[int] = []
+        calls: list[str] = []
         layer = model.backbone.get_submodule("backbone.layers.0.mlp")
-        layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        head = model.head.linear
+        layer.register_forward_pre_hook(lambda *_, calls=calls, head=head: calls.append(str(head.weight.grad_dtype)))
         first, columns = gradient_of(case, model, ranks)
         found, again = {**first}, len(calls)
         for _, parameter in case.named(model):
@@ -185,7 +192,7 @@ def gradients(ranks: Ranks, folder: Path) -> None:
         second, _ = gradient_of(case, model, ranks)
         assert tiny.same(first, second), name
         assert all(isinstance(p, DTensor) for p in model.model.parameters())
-        keep(folder, f"{name}-{ranks.number}", {**found, **flat(columns)}, {"calls": again})
+        keep(folder, f"{name}-{ranks.number}", {**found, **flat(columns)}, {"calls": again, "head_gradient": calls[0]})
 
 
 def updates(ranks: Ranks, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,10 @@ def assert_same_columns(found: dict[str, Ragged], expected: dict[str, Ragged], t
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "bfloat16"])
+HALVES = [name for name in CASES if name.startswith("bfloat16")]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in HALVES])
 def test_two_ranks_have_the_gradient_of_one(folder: Path, name: str) -> None:
     case = CASES[name]
     expected, columns = gradient_of(case, case.model())
@@ -76,12 +80,17 @@ def test_two_ranks_have_the_gradient_of_one(folder: Path, name: str) -> None:
     assert_same_columns(whole_columns(folder, name, case), columns)
 
 
-def test_the_gradient_in_bfloat16_is_near_and_its_sum_is_float32(folder: Path) -> None:
-    case = CASES["bfloat16"]
+@pytest.mark.parametrize("name", HALVES)
+def test_the_gradient_in_bfloat16_is_near_and_its_sum_is_float32(folder: Path, name: str) -> None:
+    case = replace(CASES[name], sharding=fsdp_ranks.PLAIN)
     expected, _ = gradient_of(case, case.model())
-    found = kept(folder, "bfloat16-0")
+    found = kept(folder, f"{name}-0")
     assert {grad.dtype for grad in found.values()} == {torch.float32}
     assert 1e-4 < distance(found, expected) < 3e-2
+
+
+def test_gradients_of_chunks_and_tokens_are_added_in_float32(folder: Path) -> None:
+    assert facts(folder, "bfloat16-0")["head_gradient"] == "torch.float32"
 
 
 def test_recomputed_layers_run_once_more(folder: Path) -> None:

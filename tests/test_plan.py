@@ -25,6 +25,7 @@ from understudy.config.load import load
 from understudy.config.schema import Config, Model
 from understudy.models import arithmetic
 from understudy.models.attention import KeyValueCache
+from understudy.models.dtype import Verdict
 from understudy.models.packing import pack
 from understudy.models.sources import ModelError
 from understudy.plan import Plan, model_sizes, plan, show
@@ -428,12 +429,66 @@ def test_what_is_divided_among_ranks_and_devices(tmp_path: Path) -> None:
     assert many["learner"]["gathered weights"] == pytest.approx(4 * (2 * ends + 2 * layer), rel=0.01)
 
 
-def test_less_precision_and_checkpointing_take_less(tmp_path: Path) -> None:
+def test_checkpointing_takes_less(tmp_path: Path) -> None:
     plain = on_ray(tmp_path)["learner"]["activations"] or 0
-    half = on_ray(tmp_path, learner={"mixed_precision": "bfloat16"})["learner"]["activations"] or 0
     again = on_ray(tmp_path, learner={"activation_checkpointing": True})["learner"]["activations"] or 0
-    assert half * 2 == plain
     assert again == plain // 3 + 2048 * 3 * 32 * 4
+    inline = {"activation_checkpointing": True}
+    tokens = 3 * (1024 + 6)  # of all three sequences, which fit into one micro-batch of this size
+    found = memory(plan(tiny.config(tmp_path, learner=inline, optimizer={"micro_batch_tokens": 4096})))["activations"]
+    whole = memory(plan(tiny.config(tmp_path, optimizer={"micro_batch_tokens": 4096})))["activations"] or 0
+    assert found == whole // 3 + tokens * 3 * 32 * 4
+
+
+@pytest.fixture
+def safe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan counts; it need not compute in bfloat16 on this machine."""
+    monkeypatch.setattr("understudy.models.dtype.probe", lambda: Verdict(speedup=2.0))
+
+
+HALF = {"dtype": "bfloat16"}
+
+
+def test_in_bfloat16_what_learns_has_float32_masters_gradients_and_moments(tmp_path: Path, safe: None) -> None:
+    wide = memory(plan(tiny.config(tmp_path)))
+    narrow = memory(plan(tiny.config(tmp_path, student=HALF)))
+    numbers = sum(parameter.numel() for parameter in tiny.model().parameters())
+    assert "student masters" not in wide
+    assert narrow["student weights"] == 2 * numbers
+    assert narrow["student masters"] == narrow["student gradients"] == 4 * numbers == wide["student weights"]
+    assert narrow["student optimizer"] == wide["student optimizer"]
+    assert 2 * (narrow["activations"] or 0) == wide["activations"]
+
+
+def test_in_bfloat16_an_adapter_alone_has_masters(tmp_path: Path, safe: None) -> None:
+    narrow = memory(plan(tiny.config(tmp_path, student={**HALF, "lora": {"rank": 2}})))
+    wide = memory(plan(tiny.config(tmp_path, student={"lora": {"rank": 2}})))
+    assert narrow["student masters"] == narrow["student gradients"] == wide["student gradients"]
+    assert 2 * (narrow["student weights"] or 0) == wide["student weights"]
+
+
+def test_in_bfloat16_ranks_share_masters_and_one_rank_has_them_beside_the_weights(tmp_path: Path, safe: None) -> None:
+    numbers = sum(parameter.numel() for parameter in tiny.model().parameters())
+    one = on_ray(tmp_path, student=HALF)["learner"]
+    assert (one["learner weights"], one["learner masters"]) == (2 * numbers, 4 * numbers)
+    two = on_ray(tmp_path, student=HALF, pools={"learner": {"replicas": 2}})
+    assert (two["learner"]["learner weights"], "learner masters" in two["learner"]) == (2 * numbers, False)
+    assert two["learner"]["learner gradients"] == 2 * numbers
+    assert two["student"]["student weights"] == 2 * numbers
+    adapted = {**HALF, "lora": {"rank": 2}}
+    adapter = memory(plan(tiny.config(tmp_path, student=adapted)))["student masters"] or 0
+    many = on_ray(tmp_path, student=adapted, pools={"learner": {"replicas": 2}})["learner"]
+    assert many["learner weights"] == (2 * numbers + adapter) // 2
+
+
+def test_in_bfloat16_a_critic_has_masters(tmp_path: Path, safe: None) -> None:
+    narrow, wide = (
+        memory(plan(rewarded(tmp_path, algorithm={"name": "ppo"}, student=student)))["critic"] or 0
+        for student in (HALF, {})
+    )
+    plain = tiny.model()
+    numbers = sum(parameter.numel() for parameter in plain.parameters()) + 33
+    assert wide - narrow == 2 * numbers - 4 * (numbers - 270 * 32)  # the output head, which is not used, learns nothing
 
 
 def test_members_of_one_pool_add_up(tmp_path: Path) -> None:

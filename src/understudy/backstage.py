@@ -164,6 +164,7 @@ def learner_state(learner: Learner) -> tuple[dict[str, dict[str, Tensor]], dict[
     rng, rng_state = pack_rng()
     tensors: dict[str, dict[str, Tensor]] = {"rng": rng}
     state: dict[str, Any] = {"rng": rng_state, "threads": torch.get_num_threads()}
+    state["dtype"] = str(learner.dtype).removeprefix("torch.")
     for name, trainable in _trainables(learner).items():
         tensors[f"{name}optimizer"], state[f"{name}optimizer"] = pack_optimizer(trainable.optimizer, trainable.named)
         tensors[name.rstrip("_") or "model"] = {key: p.detach() for key, p in trainable.named}
@@ -175,6 +176,7 @@ def learner_state(learner: Learner) -> tuple[dict[str, dict[str, Tensor]], dict[
 def restore_learner(learner: Learner, found: Checkpoint) -> None:
     for name, trainable in _trainables(learner).items():
         copy_named(trainable.named, found.tensors[name.rstrip("_") or "model"])
+        trainable.round_weights()
         key = f"{name}optimizer"
         unpack_optimizer(trainable.optimizer, list(trainable.named), found.tensors[key], found.state[key])
     for name, kept in learner.student.average.items():

@@ -21,19 +21,22 @@ from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import TeacherHead
 from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
-from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement, RunConfig
+from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement, RunConfig, Student
 from understudy.data.prompts import PromptSet
 from understudy.data.trajectory import Key, Message, Prompt, Trajectory
 from understudy.engines.contract import ScoreRequest, Want
 from understudy.engines.torch_lm import TorchEngine
 from understudy.errors import UserError
+from understudy.learner.masters import with_masters
 from understudy.learner.optimizer import build_optimizer
 from understudy.learner.ranks import Ranks, alone
 from understudy.learner.text import Limits
 from understudy.learning import Learner, Trainable
 from understudy.models.attention import NAME as ATTENTION
 from understudy.models.causal_lm import CausalLM, OutputHead
-from understudy.models.loading import apply_lora, load_causal_lm
+from understudy.models.dtype import choose_dtype
+from understudy.models.layers import recompute
+from understudy.models.loading import apply_lora, float32_weights, load_causal_lm, narrow_adapter
 from understudy.models.tokenizers import SafeTokenizer, compare
 from understudy.models.weights import trainable
 from understudy.policy.text import log_probs
@@ -122,12 +125,19 @@ def _raised_in(file: Path, error: BaseException) -> str:
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def student_model(config: Config, report: Report = silent, device: str = "cpu") -> tuple[CausalLM, nn.Module]:
-    """The student, and the module that is saved as it: with its adapter, if it has one."""
-    model = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)
+def student_model(
+    config: Config, report: Report = silent, device: str = "cpu", *, wide: bool = False
+) -> tuple[CausalLM, nn.Module]:
+    """The student, and the module that is saved as it: with its adapter, if it has one. `wide`: what learns is float32,
+    as ranks keep it that share the weights; else all of it has the dtype that it computes in."""
+    lora = config.student.lora
+    dtype = torch.float32 if wide and lora is None else None
+    model = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report, dtype=dtype)
     saved: nn.Module = model
-    if config.student.lora is not None:
-        saved = apply_lora(model, config.student.lora, config.seed)
+    if lora is not None:
+        saved = apply_lora(model, lora, config.seed)
+        if not wide:
+            narrow_adapter(model)
     return CausalLM(model), saved
 
 
@@ -213,7 +223,8 @@ def reference_engine(config: Config, vocabulary: int, report: Report = silent, d
 # ── learning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Spread = Callable[[CausalLM], None]
-"""Spreads a model over ranks, in place, before anyone takes its parameters."""
+"""Spreads a model over ranks, in place, before anyone takes its parameters; with several ranks it also applies
+`learner.activation_checkpointing`."""
 
 
 def learner(
@@ -228,13 +239,17 @@ def learner(
     report: Report = silent,
 ) -> Learner:
     spread(student)
-    critic = critic_model(config, report, str(student.device))
+    critic = critic_model(config, report, str(student.device), wide=ranks.count > 1)
     if critic is not None:
         spread(critic)
+    if ranks.count == 1 and config.learner.activation_checkpointing:
+        for model in (student, critic):
+            if model is not None:
+                recompute(model)
     return Learner(
         algorithm=build_algorithm(config, heads),
-        student=_trainable(student, config.optimizer),
-        critic=_trainable(critic, _critic_optimizer(config)) if critic is not None else None,
+        student=_trainable(student, config.optimizer, None if config.student.lora else config.student),
+        critic=_trainable(critic, _critic_optimizer(config), config.student) if critic is not None else None,
         queue=queue,
         cut=Limits(
             micro_batch_tokens=config.optimizer.micro_batch_tokens,
@@ -246,14 +261,16 @@ def learner(
         measures=TeacherMeasures([head.neutral() for head in heads]) if heads else PlainMeasures(),
         several_widths=len({head.width for head in heads}) > 1,
         ranks=ranks,
+        dtype=choose_dtype(config.student.dtype, str(student.device))[0],
     )
 
 
-def critic_model(config: Config, report: Report, device: str = "cpu") -> CausalLM | None:
-    """A copy of the student with a value head in place of the output head."""
+def critic_model(config: Config, report: Report, device: str = "cpu", *, wide: bool = False) -> CausalLM | None:
+    """A copy of the student with a value head in place of the output head; `wide`: in float32."""
     if not isinstance(config.algorithm, Ppo):
         return None
-    critic = CausalLM(load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report))
+    dtype = torch.float32 if wide else None
+    critic = CausalLM(load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report, dtype=dtype))
     if critic.head.linear.weight is not critic.model.get_input_embeddings().weight:
         critic.head.linear.weight.requires_grad_(False)  # nobody asks a critic for tokens
     critic.add_value_head()
@@ -265,12 +282,14 @@ def _critic_optimizer(config: Config) -> Optimizer:
     return config.optimizer.model_copy(update={"lr": config.algorithm.critic_lr})
 
 
-def _trainable(model: CausalLM, settings: Optimizer) -> Trainable:
+def _trainable(model: CausalLM, settings: Optimizer, source: Student | None) -> Trainable:
+    """`source`: where the weights that learn come from; an adapter's come from nowhere."""
     named = tuple(trainable(model.model))
     if model.value_head is not None:
         head = tuple((f"value_head.{name}", parameter) for name, parameter in model.value_head.named_parameters())
         named = (*named, *head)
-    return Trainable(model, build_optimizer(settings, named), named)
+    masters, rounded = with_masters(named, float32_weights(source, model.model) if source is not None else {})
+    return Trainable(model, build_optimizer(settings, masters), masters, rounded=rounded)
 
 
 def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -> TeacherHead:

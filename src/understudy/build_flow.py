@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from understudy.agent_loop.contract import derive_seed
@@ -17,15 +18,16 @@ from understudy.engines.contract import Painting, Want
 from understudy.engines.diffusion import DiffusionEngine
 from understudy.errors import UserError
 from understudy.learner.flow import StepLimits
+from understudy.learner.masters import with_masters
 from understudy.learner.optimizer import build_optimizer
 from understudy.learning import Learner, Trainable
 from understudy.losses.contract import LossSum
 from understudy.models.dtype import choose_dtype
 from understudy.models.flow.base import PipelineModel
 from understudy.models.flow.contract import Size
-from understudy.models.flow.loading import load_flow_model
+from understudy.models.flow.loading import float32_transformer, load_flow_model
 from understudy.models.flow.sources import pipeline_directory
-from understudy.models.weights import trainable
+from understudy.models.weights import narrow, trainable
 from understudy.policy.flow import Kind, window
 from understudy.queue.contract import SampleQueue
 from understudy.signals import build_algorithm
@@ -33,25 +35,35 @@ from understudy.signals import build_algorithm
 # ── models and engines ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def student_model(config: DiffusionConfig, report: Report = silent, device: str = "cpu") -> PipelineModel:
-    """The student, with its adapter if it has one."""
-    model = _load(config.student.path, config.student.dtype, report, device)
+def student_model(
+    config: DiffusionConfig,
+    report: Report = silent,
+    device: str = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
+    wide: bool = False,
+) -> PipelineModel:
+    """The student, with its adapter if it has one, all of it in the dtype that it computes in. `dtype` is in place of
+    the one that the settings choose; `wide`: the adapter is float32."""
+    model = _load(config.student.path, dtype or choose_dtype(config.student.dtype, device)[0], report, device)
     if config.student.lora is not None:
         model.add_lora(config.student.lora, config.seed)
+        if not wide:
+            narrow(model.transformer, model.dtype)
     _check_size(config, model)
     return model
 
 
 def teacher_model(config: DiffusionConfig, name: str, report: Report = silent, device: str = "cpu") -> PipelineModel:
     settings = config.teachers[name]
-    model = _load(settings.path, settings.dtype, report, device)
+    model = _load(settings.path, choose_dtype(settings.dtype, device)[0], report, device)
     model.transformer.requires_grad_(False)
     return model
 
 
-def _load(path: str, dtype: str, report: Report, device: str) -> PipelineModel:
+def _load(path: str, dtype: torch.dtype, report: Report, device: str) -> PipelineModel:
     directory: Path = pipeline_directory(path, report)
-    return load_flow_model(directory, dtype=choose_dtype(dtype, device)[0], device=device)
+    return load_flow_model(directory, dtype=dtype, device=device)
 
 
 def student_engine(config: DiffusionConfig, model: PipelineModel) -> DiffusionEngine:
@@ -128,15 +140,23 @@ class NoMeasures:
 
 
 def learner(config: DiffusionConfig, student: PipelineModel, queue: SampleQueue) -> Learner:
-    named, decay = tuple(trainable(student.transformer)), config.optimizer.ema
-    average = {name: parameter.detach().clone() for name, parameter in named} if decay else {}
     nft = isinstance(config.algorithm, DiffusionNft)
     if config.student.lora is None and getattr(config.algorithm, "kl", 0.0) > 0:
         student.keep_reference()
+    if config.learner.activation_checkpointing:
+        student.recompute()
+    exact = (
+        {}
+        if config.student.lora is not None
+        else float32_transformer(pipeline_directory(config.student.path, silent), student)
+    )
+    named, rounded = with_masters(tuple(trainable(student.transformer)), exact)
+    decay = config.optimizer.ema
+    average = {name: master.detach().clone() for name, master in named} if decay else {}
     kind: Kind = "ode" if nft else config.rollout.sampler
     return Learner(
         algorithm=build_algorithm(config),
-        student=Trainable(student, build_optimizer(config.optimizer, named), named, average, decay),
+        student=Trainable(student, build_optimizer(config.optimizer, named), named, average, decay, rounded),
         critic=None,
         queue=queue,
         cut=StepLimits(
@@ -147,4 +167,5 @@ def learner(config: DiffusionConfig, student: PipelineModel, queue: SampleQueue)
         ),
         clip_norm=config.optimizer.clip_norm,
         measures=NoMeasures(),
+        dtype=student.dtype,
     )

@@ -87,8 +87,8 @@ def export_command(args: argparse.Namespace) -> None:
     run = _existing_run(args.run)
     from understudy.export import export_run
 
-    export_run(run, Path(args.out), args.checkpoint, args.keep_adapter)
-    print(f"exported: {args.out}")
+    dtype = export_run(run, Path(args.out), args.checkpoint, args.keep_adapter)
+    print(f"exported: {args.out} ({dtype})")
 
 
 def plan_command(args: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ from understudy.engines.contract import (
 from understudy.errors import UserError
 from understudy.learner.ranks import Ranks, alone
 from understudy.learning import Schedule
+from understudy.models.dtype import choose_dtype
 from understudy.optimizer_state import seed_rng
 from understudy.queue.contract import BatchRef, SampleQueue
 from understudy.record.timeline import Interval
@@ -338,8 +339,8 @@ class LearnerHost(Host):
             from understudy.learner import fsdp
 
             self._ranks = fsdp.join(self.rank, self.count, address, device)
-            dtype = torch.bfloat16 if config.learner.mixed_precision == "bfloat16" else None
-            sharding = fsdp.Sharding(dtype, config.learner.activation_checkpointing)
+            dtype, _ = choose_dtype(config.student.dtype, device)
+            sharding = fsdp.Sharding(dtype if dtype != torch.float32 else None, config.learner.activation_checkpointing)
             spread = lambda model: fsdp.shard(model, sharding, device)  # noqa: E731
         self.learner = stages.learner(config, self.queue, vocabulary, device, self._ranks, spread)
         return os.getpid()
@@ -364,14 +365,15 @@ class LearnerHost(Host):
         return bool(self.learner.student.average)
 
     async def weights(self) -> list[Stored]:
-        """What learns, whole, in buckets, from rank 0; the others only take part."""
+        """What learns, whole, as it computes, in buckets, from rank 0; the others only take part."""
         buckets: list[Stored] = []
         bucket: list[tuple[str, Tensor]] = []
         size = 0
+        dtype = self.learner.dtype if self.count > 1 else None  # one rank has weights that compute beside its masters
         for name, tensor in self._gathered():
             if self.rank == 0:
-                bucket.append((name, tensor.detach().to("cpu", copy=True)))
-                size += tensor.nbytes
+                bucket.append((name, tensor.detach().to("cpu", dtype, copy=True)))
+                size += bucket[-1][1].nbytes
                 if size >= BUCKET:
                     buckets.append(Stored.put(bucket))
                     bucket, size = [], 0
@@ -401,4 +403,4 @@ class LearnerHost(Host):
     def _gathered(self) -> Any:
         from understudy.learner.fsdp import gather
 
-        return gather(self.learner.student.named)
+        return gather(self.learner.student.weights)

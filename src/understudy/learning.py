@@ -21,6 +21,7 @@ from understudy.algorithms.policy import ReadLogp
 from understudy.algorithms.ppo import ReadValues
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, GroupKey, Key
+from understudy.learner.masters import Rounded, round_weights
 from understudy.learner.packing import deal, in_order
 from understudy.learner.ranks import Ranks, alone
 from understudy.learner.update import Cut, measure, update
@@ -36,10 +37,23 @@ class Trainable:
     """what the learner's cut knows how to run: CausalLM, FlowModel"""
     optimizer: torch.optim.Optimizer
     named: tuple[tuple[str, torch.nn.Parameter], ...]
+    """what the optimizer changes: float32 masters, which are the model's own weights where it computes in float32"""
     average: dict[str, Tensor] = field(default_factory=dict)
     """running mean of the weights, by name; nothing where nobody asked for one"""
     decay: float = 0.0
     """of the running mean"""
+    rounded: tuple[Rounded, ...] = ()
+    """weights that compute in a narrower dtype, with their masters"""
+
+    @property
+    def weights(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        """What computes, by name."""
+        narrow = {id(master): weight for master, weight in self.rounded}
+        return tuple((name, narrow.get(id(master), master)) for name, master in self.named)
+
+    def round_weights(self) -> None:
+        """Let the model compute with the masters as they are now; to be called whenever they have changed."""
+        round_weights(self.rounded)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -54,10 +68,13 @@ class Trainable:
     @torch.no_grad()
     def swap(self) -> None:
         """Weights and running mean change places; a second call changes them back."""
-        for name, parameter in self.named if self.average else ():
+        if not self.average:
+            return
+        for name, parameter in self.named:
             kept = parameter.clone()
             parameter.copy_(self.average[name])
             self.average[name].copy_(kept)
+        self.round_weights()
 
     def set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -290,6 +307,8 @@ class Learner:
     several_widths: bool = False
     """teachers have hidden states of different widths"""
     ranks: Ranks = alone
+    dtype: torch.dtype = torch.float32
+    """in which the student computes; what learns is kept in float32"""
 
     async def learn(
         self, ref: BatchRef, rate: float, schedule: Schedule, shown: int
@@ -314,6 +333,7 @@ class Learner:
                 who.parameters,
                 self.ranks,
             )
+            who.round_weights()
             who.follow()
             if first is not None and columns:
                 learned.metrics |= first(work.batch, columns)

@@ -38,7 +38,8 @@ def unpack_optimizer(
 ) -> None:
     """Put a packed optimizer's settings and state into a fresh one of the same kind over the same parameters.
 
-    Unlike `load_state_dict` this keeps every dtype as it was saved: fp32 moments of bf16 weights stay fp32.
+    Unlike `load_state_dict` this narrows no dtype: fp32 moments of bf16 weights stay fp32. Moments that are narrower
+    than their parameter (checkpoints of before there were masters have bf16 ones) are widened.
     """
     groups = _named_groups(optimizer, named_parameters)
     _require_same_optimizer(type(optimizer).__name__, [list(members) for _, members in groups], state)
@@ -91,7 +92,8 @@ def _placed(value: Any, parameter: Parameter, *, on_cpu: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == parameter.shape and not on_cpu:
-        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+        dtype = torch.promote_types(value.dtype, parameter.dtype) if value.is_floating_point() else value.dtype
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
     return value.to("cpu" if on_cpu else parameter.device, copy=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,16 @@ from understudy.build import PREFIX_TOKENS
 from understudy.config.pools import Member, pool_members
 from understudy.config.schema import Config, Pool
 from understudy.models.sizes import Sizes, Weights
-from understudy.plan_memory import Item, logits, micro_batch, not_made, optimizer_bytes, parameters, readable
+from understudy.plan_memory import (
+    Item,
+    activations,
+    critic_bytes,
+    logits,
+    not_made,
+    optimizer_bytes,
+    parameters,
+    readable,
+)
 from understudy.runtime.contract import DEVICES, CannotPlace, Node, Place
 from understudy.runtime.placement import QUEUE_CPUS, left_for_pools, place, size, summary
 
@@ -134,32 +143,41 @@ def _memory(
 def _learning(config: Config, algorithm: Algorithm, student: Sizes, pool: Pool) -> Iterator[Item]:
     """A rank has its slice of all that is kept, and the whole of what computes at the moment."""
     ranks, settings, learns = pool.replicas, config.optimizer, student.learns
-    yield _part("learner weights", student.adapted, ranks, "rank")
-    yield _part("learner gradients", learns, ranks, "rank")
+    sharded = ranks > 1  # slices of what learns are the masters; one rank has them beside the weights that compute
+    yield _part("learner weights", _kept(student) if sharded else student.adapted, ranks, "rank")
+    if student.has_masters and not sharded:
+        yield _part("learner masters", learns.float32, ranks, "rank")
+    yield _part("learner gradients", learns.float32, ranks, "rank")
     moments = optimizer_bytes(settings, learns)
     yield Item(
         "learner optimizer", _share(moments, ranks), f"{settings.name}, {readable(moments)}{_over(ranks, 'rank')}"
     )
     if algorithm.critic_losses:
-        critic = student.critic.bytes + student.critic_learns.bytes + optimizer_bytes(settings, student.critic_learns)
+        critic = critic_bytes(settings, student, rounded=not sharded)
         how = f"weights, gradients and {settings.name}, {readable(critic)}{_over(ranks, 'rank')}"
         yield Item("critic", _share(critic, ranks), how)
-    stored = student.plain.bytes // student.plain.numbers
-    each = torch.bfloat16.itemsize if config.learner.mixed_precision == "bfloat16" else stored
-    if ranks > 1:
-        layer = (student.plain.numbers - student.ends.numbers) // student.layers
-        whole = 1 if config.student.lora is not None else 2
-        numbers = whole * student.ends.numbers + GATHERED_LAYERS * layer
-        kept = "embedding and head" + (" with their gradients" if whole == 2 else "")
-        yield Item("gathered weights", numbers * each, f"{kept}, and {GATHERED_LAYERS} layers, × {each} bytes")
+    if sharded:
+        yield _gathered(config, student)
     yield logits(settings, student)
-    per_token, tokens = student.kept // stored, micro_batch(config)
-    formula = "of all layers"
-    if config.learner.activation_checkpointing:
-        per_token = student.layers * student.width + per_token // student.layers
-        formula = "inputs of all layers and the inside of one"
-    how = f"{tokens:,} tokens of a micro-batch × {per_token:,} numbers ({formula}) × {each} bytes"
-    yield Item("activations", tokens * per_token * each, how)
+    yield activations(config, student)
+
+
+def _kept(student: Sizes) -> Weights:
+    """All weights as ranks share them: what learns in float32, the rest as it computes."""
+    more = student.learns.float32.bytes - student.learns.bytes
+    return replace(student.adapted, bytes=student.adapted.bytes + more)
+
+
+def _gathered(config: Config, student: Sizes) -> Item:
+    """Whole on every rank: the ends from the forward pass to the end of the backward pass, layers as they compute."""
+    each = student.itemsize
+    layer = (student.plain.numbers - student.ends.numbers) // student.layers
+    taken = (student.ends.numbers + GATHERED_LAYERS * layer) * each
+    what = "embedding and head"
+    if config.student.lora is None:
+        taken += student.ends.float32.bytes
+        what += " with their float32 gradients"
+    return Item("gathered weights", taken, f"{what}, and {GATHERED_LAYERS} layers, × {each} bytes")
 
 
 def _heads(config: Config, sizes: Mapping[str, Sizes | None]) -> Iterator[Item]:

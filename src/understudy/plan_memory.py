@@ -31,8 +31,29 @@ class Item:
 
 
 def optimizer_bytes(settings: Optimizer, learns: Weights) -> int:
-    """AdamW keeps two moments of every number and a step count per tensor; plain SGD keeps nothing."""
-    return 2 * learns.bytes + torch.float32.itemsize * learns.tensors if settings.name == "adamw" else 0
+    """AdamW keeps two float32 moments of every number and a step count per tensor; plain SGD keeps nothing."""
+    return 2 * learns.float32.bytes + torch.float32.itemsize * learns.tensors if settings.name == "adamw" else 0
+
+
+def critic_bytes(settings: Optimizer, student: Sizes, *, rounded: bool) -> int:
+    """All that a critic keeps; `rounded`: its masters stand beside the weights that compute, if they are not the
+    same."""
+    learns = student.critic_learns
+    weights = student.critic.bytes if rounded else student.critic.float32.bytes
+    masters = learns.float32.bytes if rounded and student.has_masters else 0
+    return weights + masters + learns.float32.bytes + optimizer_bytes(settings, learns)
+
+
+def activations(config: Config, student: Sizes) -> Item:
+    """What a micro-batch keeps for the way back."""
+    tokens, numbers = micro_batch(config), student.kept // student.itemsize
+    inner = "2·inner" if config.student.lora is None else "4·inner + 7·rank"
+    formula = f"layers × (4·width + 5·heads·head width + {inner})"
+    if config.learner.activation_checkpointing:
+        numbers = student.layers * student.width + numbers // student.layers
+        formula = "inputs of all layers and the inside of one"
+    how = f"{tokens:,} tokens of a micro-batch × {numbers:,} numbers ({formula}) × {student.itemsize} bytes"
+    return Item("activations", tokens * numbers * student.itemsize, how)
 
 
 def embedded_memory(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None]) -> Iterator[Item]:
@@ -58,20 +79,20 @@ def _learning(config: Config, algorithm: Algorithm, student: Sizes) -> Iterator[
     adapter = "adapter only: " if config.student.lora is not None else ""
     moments = "two moments, and a step count per tensor" if settings.name == "adamw" else "keeps nothing"
     yield Item("student weights", student.adapted.bytes, f"{parameters(student.adapted)}, for engine and learner")
-    yield Item("student gradients", learns.bytes, f"{adapter}{parameters(learns)}")
+    if student.has_masters:
+        how = f"{adapter}{parameters(learns.float32)}, which the optimizer changes"
+        yield Item("student masters", learns.float32.bytes, how)
+    yield Item("student gradients", learns.float32.bytes, f"{adapter}{parameters(learns.float32)}")
     yield Item("student optimizer", optimizer_bytes(settings, learns), f"{adapter}{settings.name}, {moments}")
     if algorithm.critic_losses:
-        taken = student.critic.bytes + critic.bytes + optimizer_bytes(settings, critic)
-        yield Item("critic", taken, f"weights, gradients and {settings.name}: {parameters(critic)} learn")
+        kept = "weights, masters, gradients" if student.has_masters else "weights, gradients"
+        how = f"{kept} and {settings.name}: {parameters(critic)} learn"
+        yield Item("critic", critic_bytes(settings, student, rounded=True), how)
     if "reference_logp" in algorithm.needs:
         yield Item("reference weights", student.plain.bytes, parameters(student.plain))
     yield _cache(config, student)
     yield logits(settings, student)
-    tokens = micro_batch(config)
-    inner = "2·inner" if config.student.lora is None else "4·inner + 7·rank"
-    formula = f"layers × (4·width + 5·heads·head width + {inner}) numbers"
-    how = f"{tokens:,} tokens of a micro-batch × {student.kept:,} bytes: {formula}"
-    yield Item("activations", tokens * student.kept, how)
+    yield activations(config, student)
 
 
 def logits(settings: Optimizer, student: Sizes) -> Item:

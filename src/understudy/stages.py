@@ -87,5 +87,5 @@ def learner(
         build.teacher_head(config, name, load_head(settings, device), vocabulary)
         for name, settings in config.teachers.items()
     ]
-    student, _ = build.student_model(config, device=device)
+    student, _ = build.student_model(config, device=device, wide=ranks.count > 1)
     return build.learner(config, student, heads, queue, vocabulary, ranks=ranks, spread=spread)

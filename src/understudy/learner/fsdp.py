@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from understudy.learner.ranks import Ranks
 from understudy.models.causal_lm import CausalLM
+from understudy.models.layers import decoder_layers, recompute
 
 T = TypeVar("T")
 
@@ -75,8 +74,8 @@ class Sharding:
     """How a sharded model computes."""
 
     dtype: torch.dtype | None = None
-    """of weights and activations while they compute; None: that of the weights. Slices, their gradients' sum and the
-    optimizer keep the weights' own"""
+    """of weights and activations while they compute; None: that of the weights. Slices of what learns are float32, as
+    are their gradients and the optimizer's moments: they are the masters"""
     recompute: bool = False
     """keep only the input of each decoder layer, and compute the rest again on the way back"""
 
@@ -89,9 +88,23 @@ class _Root(nn.Module):
         self.backbone = model.backbone
         self.head = model.head.linear
         self.value_head = model.value_head
+        layers = {id(parameter) for parameter in decoder_layers(model).parameters()}
+        self._own = tuple(name for name, p in self.named_parameters() if p.requires_grad and id(p) not in layers)
+        """weights that are in no decoder layer"""
 
     def forward(self, **inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._widen_gradients()
         return self.backbone(**inputs)
+
+    def _widen_gradients(self) -> None:
+        """The head gets a gradient from every chunk and the embedding one from every token: they are added in float32.
+        All ranks have all of these, as they are summed over ranks together."""
+        for name in self._own:
+            weight = self.get_parameter(name)
+            if weight.dtype.itemsize < torch.float32.itemsize and weight.grad is None:
+                weight.grad_dtype = torch.float32
+                weight.grad = torch.zeros_like(weight, dtype=torch.float32)
 
 
 def shard(model: CausalLM, settings: Sharding, device: str) -> None:
@@ -102,10 +115,9 @@ def shard(model: CausalLM, settings: Sharding, device: str) -> None:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(settings.dtype, torch.float32, cast_forward_inputs=False)
     root = _Root(model)
-    for layer in _decoder_layers(model):
-        if settings.recompute:
-            again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-            layer.forward = again
+    if settings.recompute:
+        recompute(model)
+    for layer in decoder_layers(model):
         _sum_gradients(fully_shard(layer, mesh=mesh, mp_policy=policy))
     _sum_gradients(fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
     model.backbone = root
@@ -127,13 +139,3 @@ def _sum_gradients(module: FSDPModule) -> None:
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_reduce_scatter_unused_params(True, recurse=False)
-
-
-def _decoder_layers(model: CausalLM) -> nn.ModuleList:
-    depth = model.model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if len(lists) != 1:
-        raise ValueError(
-            f"{type(model.model).__name__} should have one list of {depth} decoder layers to shard, found {len(lists)}"
-        )
-    return lists[0]

@@ -30,8 +30,9 @@ def _reserve(optimizer: torch.optim.AdamW) -> None:
     the first step is not slower than the others."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            grad, first, second = (torch.empty_like(parameter).zero_() for _ in range(3))
-            parameter.grad = grad
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).zero_()
+            first, second = (torch.empty_like(parameter).zero_() for _ in range(2))
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 

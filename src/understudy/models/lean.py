@@ -6,6 +6,9 @@ and gated feed-forward layers keep only what they cannot cheaply compute again: 
 
 Decoding: a handful of rows is multiplied from the other side (Wᵀ stays as it lies, the few rows become columns), which
 BLAS does a third faster than the usual order.
+
+A weight that computes in bfloat16 may have a float32 gradient (`grad_dtype`): every product and every looked-up row is
+then added in float32.
 """
 
 from __future__ import annotations
@@ -89,8 +92,9 @@ class _AccumulatingLookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         (ids,), weight, gradient = ctx.saved_tensors, ctx.weight, gradients[0]
         if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
+            weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        weight.grad.index_add_(0, ids.reshape(-1), rows.to(weight.grad.dtype))
         return None, None, None
 
 
@@ -159,10 +163,12 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def add_product(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """weight.grad += gradientᵀ · inputs, without a tensor in between."""
+    """weight.grad += gradientᵀ · inputs, without a tensor in between if all have one dtype."""
     rows, columns = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
     if weight.grad is None:
-        weight.grad = torch.mm(rows, columns)
+        weight.grad = torch.mm(rows, columns).to(weight.grad_dtype)
+    elif weight.grad.dtype != rows.dtype:
+        weight.grad.add_(torch.mm(rows, columns))
     else:
         weight.grad.addmm_(rows, columns)
 

@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import Linear as LoraLinear
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from understudy.config.schema import Lora, Model, Student
 from understudy.models.dtype import choose_dtype
 from understudy.models.sources import ModelError, Progress, resolve, whole_directory
+from understudy.models.weights import narrow
 
 _PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Config keys that hold one value per decoder layer."""
@@ -38,16 +39,23 @@ class SavesItself(Protocol):
 
 
 def load_causal_lm(
-    settings: Model, *, device: str = "cpu", attention: str = "sdpa", progress: Progress | None = None
+    settings: Model,
+    *,
+    device: str = "cpu",
+    attention: str = "sdpa",
+    progress: Progress | None = None,
+    dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Load a model as its settings ask, in evaluation mode. `attention` is transformers' attn_implementation.
 
-    `progress` is told what was decided on the way: dtype, dropout switched off, layers cut.
+    `dtype` is in place of the one that the settings choose on this device. `progress` is told what was decided on the
+    way: dtype, dropout switched off, layers cut.
     """
     report = progress or (lambda line: None)
     directory = resolve(settings.path, progress)
-    dtype, reason = choose_dtype(settings.dtype, device)
-    report(f"{settings.path}: {reason}")
+    if dtype is None:
+        dtype, reason = choose_dtype(settings.dtype, device)
+        report(f"{settings.path}: {reason}")
     config = _load_config(directory)
     for note in _without_dropout(config):
         report(f"{settings.path}: {note}")
@@ -58,6 +66,28 @@ def load_causal_lm(
     nn.Module.to(model, torch.device(device))
     model.eval()
     return model
+
+
+def float32_weights(settings: Model, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights by name as the model's files have them, in float32; nothing if widening the model's own gives the same.
+
+    For masters of a model that was loaded in a narrower dtype: what its files have beyond that is not lost.
+    """
+    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        return {}
+    if _stored_dtypes(resolve(settings.path)) <= {"BF16"}:
+        return {}
+    whole = load_causal_lm(settings, device=str(model.device), dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in whole.named_parameters()}
+
+
+def _stored_dtypes(directory: Path) -> set[str]:
+    """Of the tensors in a model's safetensors files, as their headers say."""
+    found: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  (not a dict)
+    return found
 
 
 def cut_layers(model: PreTrainedModel, indices: Sequence[int]) -> None:
@@ -83,7 +113,8 @@ def cut_layers(model: PreTrainedModel, indices: Sequence[int]) -> None:
 def apply_lora(model: PreTrainedModel, settings: Lora, seed: int) -> PeftModel:
     """Put a LoRA adapter on the model (in place), its first values drawn from `seed` alone.
 
-    All other weights are frozen. The global random state is left as it was.
+    All other weights are frozen. The adapter is float32 whatever the model's dtype is (`narrow_adapter` changes that).
+    The global random state is left as it was.
     """
     _check_targets(model, settings.targets)
     config = LoraConfig(
@@ -105,6 +136,11 @@ def apply_lora(model: PreTrainedModel, settings: Lora, seed: int) -> PeftModel:
         raise TypeError(f"peft gave a {type(adapted).__name__}")
     adapted.eval()
     return adapted
+
+
+def narrow_adapter(model: PreTrainedModel) -> None:
+    """Let a LoRA adapter compute in the dtype of the model around it."""
+    narrow(model, model.get_output_embeddings().weight.dtype)
 
 
 def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Path, keep_adapter: bool = False) -> None:

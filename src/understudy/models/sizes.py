@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from understudy.config.schema import Lora, Model, Student
 from understudy.models.dtype import choose_dtype
-from understudy.models.loading import apply_lora, cut_layers
+from understudy.models.loading import apply_lora, cut_layers, narrow_adapter
 from understudy.models.sources import SMOLLM2, ModelError, resolve
 from understudy.models.weights import trainable
 
@@ -43,6 +43,11 @@ class Weights:
         found = list(parameters)
         return cls(sum(p.numel() for p in found), len(found), sum(p.nbytes for p in found))
 
+    @property
+    def float32(self) -> Weights:
+        """The same numbers as masters, gradients or moments keep them."""
+        return replace(self, bytes=self.numbers * torch.float32.itemsize)
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -67,6 +72,16 @@ class Sizes:
     """bytes of keys and values per token, all layers"""
     kept: int
     """bytes per token, all layers, that a forward pass keeps for the way back"""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number while it computes."""
+        return self.plain.bytes // self.plain.numbers
+
+    @property
+    def has_masters(self) -> bool:
+        """What learns is kept in float32 beside the weights that compute."""
+        return self.itemsize < torch.float32.itemsize
 
 
 class _NotMade(Exception):
@@ -97,6 +112,7 @@ def model_sizes(settings: Model, lora: Lora | None = None, device: str = "cpu") 
     tied = head.weight is embedding
     if lora is not None:
         apply_lora(model, lora, seed=0)
+        narrow_adapter(model)
     cached, kept = _per_token(model.config.get_text_config(), lora)
     return Sizes(
         plain=Weights.of(plain),

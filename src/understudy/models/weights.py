@@ -15,6 +15,13 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
+@torch.no_grad()
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters that learn this dtype, in place. To be called before anyone takes their values."""
+    for _, parameter in trainable(model):
+        parameter.data = parameter.data.to(dtype)
+
+
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved weights into the parameters that learn, in place, so that whoever shares them sees them too."""
     copy_named(list(trainable(model)), tensors)

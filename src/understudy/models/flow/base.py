@@ -112,6 +112,10 @@ class PipelineModel(ABC):
         finally:
             self.transformer.enable_adapters()
 
+    def recompute(self) -> None:
+        """Keep only the inputs of the transformer's blocks for the way back, and compute the rest again."""
+        self.transformer.enable_gradient_checkpointing()
+
     def keep_reference(self) -> None:
         """Remember the transformer as it is now, in a copy: for a model all of whose weights learn."""
         self._reference = copy.deepcopy(self.transformer).requires_grad_(False)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline
 from diffusers.utils import logging as diffusers_logging
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from understudy.models.flow.base import PipelineModel
@@ -39,6 +40,18 @@ def load_flow_model(
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"{directory} does not load as a {pipeline.__name__}: {error}") from error
     return adapter(pipe.to(device))
+
+
+def float32_transformer(directory: Path, model: PipelineModel) -> dict[str, Tensor]:
+    """The transformer's weights by name as its files have them, in float32, for masters of a model that computes in a
+    narrower dtype; nothing if it is float32 itself."""
+    if model.dtype == torch.float32:
+        return {}
+    with _no_progress_bars():
+        whole = type(model.transformer).from_pretrained(
+            str(directory / "transformer"), dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+    return {name: parameter.detach() for name, parameter in whole.named_parameters()}
 
 
 @contextmanager
