@@ -241,7 +241,8 @@ def test_cache_logits_and_activations(lora: dict[str, int] | None, tmp_path: Pat
     planned, student = memory(plan(config)), embedded(config).learner.student.model
     packed = pack([torch.arange(length) % 250])
     cache = KeyValueCache()
-    cache.reserve(student.prefill(packed)[1].keys, slots, length)
+    filled = student.prefill(packed)[1]
+    cache.reserve(filled.keys, filled.values, slots, length)
     assert planned["key-value cache"] == sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     assert planned["logits of a chunk"] == 7 * tiny.SIZES["vocab_size"] * 3 * 4
 

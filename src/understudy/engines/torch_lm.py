@@ -156,6 +156,9 @@ class TorchEngine:
                     "(spans come in order, and nothing stands before token 0)"
                 )
             reached = end
+        reach = self.model.reach
+        if reach is not None and len(request.tokens) > reach.tokens:
+            raise EngineError(f"{request.key}: {len(request.tokens)} tokens are more than the model takes: {reach}")
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._scores, (tuple(request.key), next(self._order), request, future))
         self.on_work()
@@ -265,7 +268,7 @@ class TorchEngine:
         self.counts.prefix_tokens_reused += sum(len(p) for p in prompts) - len(packed.tokens)
         longest = max(len(s.request.tokens) + s.request.sampling.max_tokens for s in admitted)
         capacity = min(-(-longest // CACHE_BLOCK) * CACHE_BLOCK, max(self.context, longest))
-        self._cache.reserve(plan.keys, first + len(admitted), capacity)
+        self._cache.reserve(plan.keys, plan.values, first + len(admitted), capacity)
         fill_cache(plan, self._cache, range(first, first + len(admitted)), cached)
         if self._waiting and self._prefixes.max_tokens:  # siblings of these prompts may still wait for a slot
             for row, tokens in enumerate(prompts):

@@ -6,7 +6,7 @@ and training on a `Pack`, decoding on a `KeyValueCache`. The plan arrives as the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from understudy.models.packing import Pack, PrefixEntry
+from understudy.errors import UserError
+from understudy.models.packing import Pack, PrefixEntry, Sight, visible
 
 NAME = "understudy"
 
 
-class UnsupportedAttention(RuntimeError):
+class UnsupportedAttention(UserError):
     """The architecture asks attention for something that packs do not compute."""
 
 
@@ -42,13 +43,14 @@ class KeyValueCache:
     def capacity(self) -> int:
         return self.keys[0].shape[2] if self.keys else 0
 
-    def reserve(self, like: Sequence[Tensor], slots: int, capacity: int) -> None:
-        """Make room; contents are kept. `like`: keys of each layer [1, heads, n, width], for shape and dtype."""
+    def reserve(self, keys: Sequence[Tensor], values: Sequence[Tensor], slots: int, capacity: int) -> None:
+        """Make room; contents are kept. `keys` and `values` of each layer [1, heads, n, width], for shape and dtype:
+        keys may be wider than values."""
         if self.keys and slots <= self.slots and capacity <= self.capacity:
             return
         slots, capacity = max(slots, self.slots), max(capacity, self.capacity)
-        self.keys = [self._grown(self.keys, i, like[i], slots, capacity) for i in range(len(like))]
-        self.values = [self._grown(self.values, i, like[i], slots, capacity) for i in range(len(like))]
+        self.keys = [self._grown(self.keys, i, like, slots, capacity) for i, like in enumerate(keys)]
+        self.values = [self._grown(self.values, i, like, slots, capacity) for i, like in enumerate(values)]
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot over another."""
@@ -68,6 +70,8 @@ class PackPlan:
     """Compute a pack; keep keys and values by layer if asked."""
 
     pack: Pack
+    sights: Mapping[int, Sight] = field(default_factory=dict)
+    """by layer, where the model gives its own mask; elsewhere the window that the layer hands to attention counts"""
     capture: bool = False
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -88,17 +92,16 @@ class DecodePlan:
     """int64 [active]: where the token of each slot goes"""
     longest: int
     """positions.max() + 1"""
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    sights: Mapping[int, Sight] = field(default_factory=dict)
+    """as in `PackPlan`"""
+    masks: dict[Sight, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor:
+    def mask(self, sight: Sight) -> Tensor:
         """bool [active, 1, 1, longest]."""
-        if window not in self.masks:
+        if sight not in self.masks:
             seen = torch.arange(self.longest, device=self.positions.device)[None, :]
-            allowed = seen <= self.positions[:, None]
-            if window is not None:
-                allowed &= self.positions[:, None] - seen < window
-            self.masks[window] = allowed[:, None, None, :]
-        return self.masks[window]
+            self.masks[sight] = visible(sight, self.positions[:, None], seen)[:, None, None, :]
+        return self.masks[sight]
 
 
 def attend(
@@ -115,20 +118,21 @@ def attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [batch, heads, n, width], key and value [batch, key-value heads, n, width] → [batch, n, heads, width]."""
+    """query and key [batch, (key-value) heads, n, width], value [batch, key-value heads, n, width of values] →
+    [batch, n, heads, width of values], contiguous: some architectures take a view of it."""
     if plan is None:
         raise UnsupportedAttention(f"{type(module).__name__} does not hand keyword arguments on to its attention")
     if s_aux is not None:
         raise UnsupportedAttention(f"{type(module).__name__} uses attention sinks, which packs do not compute")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    sight = plan.sights.get(layer, sliding_window)
     if isinstance(plan, DecodePlan):
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        return _decode(plan, layer, query, key, value, scale, sliding_window, softcap), None
+        return _decode(plan, layer, query, key, value, scale, sight, softcap), None
     if plan.capture:
         plan.keys.append(key)
         plan.values.append(value)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return _packed(plan.pack, layer, query, key, value, scale, sliding_window, softcap), None
+    return _packed(plan.pack, layer, query, key, value, scale, sight, softcap), None
 
 
 def _packed(
@@ -138,7 +142,7 @@ def _packed(
     key: Tensor,
     value: Tensor,
     scale: float,
-    window: int | None,
+    sight: Sight,
     softcap: float | None,
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
@@ -150,10 +154,15 @@ def _packed(
         if segment.ancestors or segment.cached is not None:
             k = torch.cat([*_before(segment.cached, layer, True), *(keys[a] for a in segment.ancestors), k], dim=2)
             v = torch.cat([*_before(segment.cached, layer, False), *(values[a] for a in segment.ancestors), v], dim=2)
-        plain = segment.position == 0 and (window is None or segment.end - segment.start <= window)
-        mask = None if plain else pack.mask(number, window)
+        plain = segment.position == 0 and _sees_all(sight, segment.end - segment.start)
+        mask = None if plain else pack.mask(number, sight)
         outputs.append(_attention(queries[number], k, v, mask, plain, scale, softcap, groups))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _sees_all(sight: Sight, length: int) -> bool:
+    """Whether every token of so short a sequence sees all those before it."""
+    return sight is None or (isinstance(sight, int) and length <= sight)
 
 
 def _before(entry: PrefixEntry | None, layer: int, keys: bool) -> list[Tensor]:
@@ -184,19 +193,20 @@ def _decode(
     key: Tensor,
     value: Tensor,
     scale: float,
-    window: int | None,
+    sight: Sight,
     softcap: float | None,
 ) -> Tensor:
     active, heads, _, width = query.shape
+    shared = key.shape[1]
     rows = torch.arange(active, device=query.device)
     plan.cache.keys[layer][rows, :, plan.positions] = key[:, :, 0]
     plan.cache.values[layer][rows, :, plan.positions] = value[:, :, 0]
     k = plan.cache.keys[layer][:active, :, : plan.longest]
     v = plan.cache.values[layer][:active, :, : plan.longest]
     # The query heads that share a key-value head stand side by side as if they were positions: nothing is repeated.
-    grouped = query.reshape(active, key.shape[1], heads // key.shape[1], width)
-    out = _attention(grouped, k, v, plan.mask(window), False, scale, softcap, 1)
-    return out.reshape(active, 1, heads, width)
+    grouped = query.reshape(active, shared, heads // shared, width)
+    out = _attention(grouped, k, v, plan.mask(sight), False, scale, softcap, 1)
+    return out.reshape(active, 1, heads, value.shape[-1])
 
 
 AttentionInterface.register(NAME, attend)

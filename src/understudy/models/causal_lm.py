@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from understudy.models.attention import NAME, DecodePlan, KeyValueCache, PackPlan, UnsupportedAttention
 from understudy.models.lean import LeanLinear, make_lean
 from understudy.models.llama_decode import LlamaDecoder, llama_decoder
-from understudy.models.packing import Pack, PrefixEntry, pack
+from understudy.models.packing import Pack, PrefixEntry, Sight, pack
+from understudy.models.sight import Reach, reach_of, sights_of
 from understudy.policy.text import wide
 
 
@@ -62,7 +64,12 @@ class CausalLM:
         self.width = head.in_features
         self.value_head: nn.Linear | None = None
         """a critic has one"""
+        self.reach: Reach | None = reach_of(model.config)
+        """the longest sequence that it takes"""
         self._decoder: LlamaDecoder | None = None
+        self._sights: dict[int, Sight] = {}
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        """modules that compute in another way than the model's own, with the classes that they had"""
         self._adopt()
 
     @property
@@ -85,31 +92,63 @@ class CausalLM:
 
     def forward_pack(self, packed: Pack) -> Tensor:
         """Final hidden states [n, width] of a pack."""
-        packed = packed.to(self.device)
-        return self._run(packed.tokens[None], packed.positions[None], PackPlan(packed))[0]
+        return self._pass(packed, capture=False)[0]
 
     @torch.no_grad()
     def prefill(self, packed: Pack) -> tuple[Tensor, PackPlan]:
         """Final hidden states of a pack, and a plan that holds its keys and values by layer."""
-        packed = packed.to(self.device)
-        plan = PackPlan(packed, capture=True)
-        hidden = self._run(packed.tokens[None], packed.positions[None], plan)[0]
-        return hidden, plan
+        return self._pass(packed, capture=True)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
         """Final hidden states [active, width] of one more token in each active slot."""
         longest = int(positions.max()) + 1
+        self._require_reach(longest)
         tokens, positions = tokens.to(self.device), positions.to(self.device)
         if self._decoder is not None:
             return self._decoder(tokens, positions, longest, cache)
-        plan = DecodePlan(cache, positions, longest)
+        plan = DecodePlan(cache, positions, longest, self._sights)
         return self._run(tokens[:, None], positions[:, None], plan)[:, 0]
+
+    @torch.no_grad()
+    def own_states(self, tokens: Tensor) -> Tensor:
+        """Final hidden states [n, width] of one sequence as the model computes it by itself: its own modules, eager
+        attention, no pack. What packs are compared with."""
+        self._require_reach(len(tokens))
+        with self._as_itself():
+            out = self.backbone(input_ids=tokens[None].to(self.device), use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _pass(self, packed: Pack, *, capture: bool) -> tuple[Tensor, PackPlan]:
+        self._require_reach(max((s.position + s.end - s.start for s in packed.segments), default=0))
+        packed = packed.to(self.device)
+        plan = PackPlan(packed, self._sights, capture)
+        return self._run(packed.tokens[None], packed.positions[None], plan)[0], plan
 
     def _run(self, tokens: Tensor, positions: Tensor, plan: PackPlan | DecodePlan) -> Tensor:
         out = self.backbone(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def _require_reach(self, length: int) -> None:
+        if self.reach is not None and length > self.reach.tokens:
+            raise UnsupportedAttention(
+                f"a sequence of {length} tokens is too long for {type(self.model).__name__}: {self.reach}"
+            )
+
+    @contextmanager
+    def _as_itself(self) -> Iterator[None]:
+        lean = [(module, type(module)) for module, _ in self._classes]
+        self.model.set_attn_implementation("eager")
+        try:
+            for module, before in self._classes:
+                module.__class__ = before
+            yield
+        finally:
+            for module, now in lean:
+                module.__class__ = now
+            self.model.set_attn_implementation(NAME)
 
     @torch.no_grad()
     def _adopt(self) -> None:
@@ -118,35 +157,41 @@ class CausalLM:
         if self.model.config._attn_implementation != NAME:
             raise ValueError(f"load the model with attention {NAME!r}, not {self.model.config._attn_implementation!r}")
         generator = torch.Generator().manual_seed(0)
-        sequences = [torch.randint(0, self.head.vocabulary, (6,), generator=generator) for _ in range(2)]
-        sequences[1][:4] = sequences[0][:4]
-        self.model.set_attn_implementation("eager")
+        length = min(6, self.reach.tokens) if self.reach is not None else 6
+        sequences = [torch.randint(0, self.head.vocabulary, (length,), generator=generator) for _ in range(2)]
+        sequences[1][: length - 2] = sequences[0][: length - 2]
         try:
-            ids = sequences[1][None].to(self.device)
-            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
-        finally:
-            self.model.set_attn_implementation(NAME)
-        make_lean(self.model)
-        packed = pack(sequences, shortest_prefix=2)
-        try:
-            hidden, plan = self.prefill(packed)
-        except (TypeError, AttributeError) as error:
-            raise UnsupportedAttention(f"{name} cannot be computed on packs: {error}") from error
+            with self._as_itself():
+                ids = sequences[1][None].to(self.device)
+                expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            self._sights = sights_of(self.model, sequences[1].to(self.device))
+            self._classes = make_lean(self.model)
+            hidden, plan = self.prefill(pack(sequences, shortest_prefix=2))
+        except UnsupportedAttention:
+            raise
+        except Exception as error:
+            raise UnsupportedAttention(f"{name} cannot be computed on packs: {_said(error)}") from error
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 5e-2
-        if (gap := relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)) > tolerance:
+        gap = relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)
+        if bool(torch.isfinite(expected).all()) and not gap <= tolerance:  # NaN is not
             raise UnsupportedAttention(
                 f"{name} computes something else on packs than on its own (relative gap {gap:.2g}): "
                 "this architecture is not supported"
             )
-        decoder = llama_decoder(self.backbone)
+        decoder = llama_decoder(self.backbone) if set(self._sights.values()) <= {None} else None
         if decoder is not None:
             cache = KeyValueCache()
-            cache.reserve(plan.keys, 2, 8)
+            cache.reserve(plan.keys, plan.values, 2, 8)
             fill_cache(plan, cache, [0, 1], [None, None])
             last = torch.stack([sequence[-1] for sequence in sequences]).to(self.device)
-            again = decoder(last, torch.tensor([5, 5], device=self.device), 6, cache)
+            again = decoder(last, torch.full((2,), length - 1, device=self.device), length, cache)
             close = relative_gap(again, hidden[torch.stack([row[-1] for row in plan.pack.rows])]) <= tolerance
             self._decoder = decoder if close else None
+
+
+def _said(error: Exception) -> str:
+    """An error's own words, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def relative_gap(actual: Tensor, expected: Tensor) -> float:

@@ -25,14 +25,14 @@ FEW_ROWS = 128
 
 
 class LeanLinear(nn.Linear):
-    """An `nn.Linear` with the same parameters and the same results."""
+    """An `nn.Linear` with the same parameters and the same results, contiguous like its own."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias).contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [… , in] · weight [out, in]ᵀ + bias."""
+    """x [… , in] · weight [out, in]ᵀ + bias. Of a few rows, a view whose columns lie together."""
     if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf:
         out: Tensor = _AccumulatingProduct.apply(x, weight)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
@@ -44,9 +44,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x · weightᵀ, without a gradient."""
-    if x.numel() <= FEW_ROWS * x.shape[-1]:
+    if _few(x):
         return torch.mm(weight, x.flatten(0, -2).t()).t().reshape(*x.shape[:-1], weight.shape[0])
     return nn.functional.linear(x, weight)
+
+
+def _few(x: Tensor) -> bool:
+    return x.numel() <= FEW_ROWS * x.shape[-1]
 
 
 class _AccumulatingProduct(torch.autograd.Function):
@@ -56,7 +60,9 @@ class _AccumulatingProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return product(x, weight)
+        out = product(x, weight)
+        # A view that left this function could not be changed in place, as clip_qkv does.
+        return out.clone(memory_format=torch.contiguous_format) if _few(x) else out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
@@ -177,9 +183,11 @@ NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MistralRMSNorm")
 GATED = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP")
 
 
-def make_lean(model: nn.Module) -> None:
+def make_lean(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Let the model's own modules compute this way; parameters and names stay. Unknown ones are left as they are, and
-    whoever calls this compares the model's results before and after."""
+    whoever calls this compares the model's results before and after. Returns the changed modules with the classes that
+    they had."""
+    classes = [(module, type(module)) for module in model.modules()]
     float32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -193,6 +201,7 @@ def make_lean(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ in GATED and _plain_gated(module):
             module.__class__ = LeanGatedMLP
+    return [(module, before) for module, before in classes if type(module) is not before]
 
 
 def _plain_gated(module: Any) -> bool:

@@ -42,11 +42,11 @@ class LlamaDecoder:
         rows = torch.arange(len(tokens), device=x.device)
         for number, layer in enumerate(self.layers):
             attended = self._attend(layer, x, cos, sin, mask, cache.keys[number], cache.values[number], rows, positions)
-            x = x + linear(attended, layer.self_attn.o_proj.weight, layer.self_attn.o_proj.bias)
+            x = x + _project(layer.self_attn.o_proj, attended)
             h = self._norm(x, layer.post_attention_layernorm)
             mlp = layer.mlp
-            gated = F.silu(mlp.gate_proj(h)) * mlp.up_proj(h)
-            x = x + mlp.down_proj(gated)
+            gated = F.silu(_project(mlp.gate_proj, h)) * _project(mlp.up_proj, h)
+            x = x + _project(mlp.down_proj, gated)
         return self._norm(x, self.backbone.norm)
 
     def _attend(
@@ -63,13 +63,13 @@ class LlamaDecoder:
     ) -> Tensor:
         active, longest, attention = len(x), mask.shape[-1], layer.self_attn
         h = self._norm(x, layer.input_layernorm)
-        q, k = attention.q_proj(h), attention.k_proj(h)
+        q, k = _project(attention.q_proj, h), _project(attention.k_proj, h)
         heads = q.shape[-1] // self.width
         both = torch.cat([q, k], dim=-1).view(active, -1, self.width)
         half = self.width // 2
         both = both * cos + torch.cat([-both[..., half:], both[..., :half]], dim=-1) * sin
         keys[rows, :, positions] = both[:, heads:]
-        values[rows, :, positions] = attention.v_proj(h).view(active, -1, self.width)
+        values[rows, :, positions] = _project(attention.v_proj, h).reshape(active, -1, self.width)
         # The query heads that share a key-value head stand side by side as if they were positions: nothing is repeated.
         grouped = both[:, :heads].reshape(active, keys.shape[1], -1, self.width) * self.scale
         scores = grouped @ keys[:active, :, :longest].transpose(-1, -2)
@@ -78,6 +78,11 @@ class LlamaDecoder:
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), module.weight, self.eps)
+
+
+def _project(module: Any, x: Tensor) -> Tensor:
+    """What the module computes, without the copy that makes it contiguous."""
+    return linear(x, module.weight, module.bias)
 
 
 def llama_decoder(backbone: nn.Module) -> LlamaDecoder | None:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from understudy.config.schema import Lora, Model, Student
+from understudy.models.attention import NAME
 from understudy.models.dtype import choose_dtype
 from understudy.models.sources import ModelError, Progress, resolve, whole_directory
 from understudy.models.weights import narrow
@@ -143,6 +144,17 @@ def narrow_adapter(model: PreTrainedModel) -> None:
     narrow(model, model.get_output_embeddings().weight.dtype)
 
 
+def check_head_is_plain(model: PreTrainedModel, settings: Lora) -> None:
+    """Engines, losses and teachers' payloads use the output head without the rest of the model: no adapter on it."""
+    for name, module in model.named_modules():
+        named = [target for target in settings.targets if name == target or name.endswith(f".{target}")]
+        if named and module is model.get_output_embeddings():
+            raise ModelError(
+                f"student.lora.targets: {named[0]} is the output head of {type(model).__name__}, which cannot carry an "
+                "adapter here: leave it out"
+            )
+
+
 def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Path, keep_adapter: bool = False) -> None:
     """Write a Hugging Face directory, whole or not at all; the model in memory stays as it is.
 
@@ -164,6 +176,14 @@ def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Pat
         tokenizer.save_pretrained(directory)
 
 
+def read_config(settings: Model) -> PretrainedConfig:
+    """Of a model that is to be computed on packs; refuses one whose attention cannot be."""
+    directory = resolve(settings.path)
+    config = _load_config(directory)
+    _check_interface(directory, config)
+    return config
+
+
 def _load_config(directory: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -174,10 +194,13 @@ def _load_config(directory: Path) -> PretrainedConfig:
 
 
 def _without_dropout(config: PretrainedConfig) -> Iterator[str]:
-    """Set everything random in the forward pass to 0: sampler and learner must compute the same probabilities."""
+    """Set everything random in the forward pass to 0: sampler and learner must compute the same probabilities.
+
+    Not `router_jitter_noise`: in evaluation mode nothing is random about it, and phimoe chooses its experts by it.
+    """
     text = config.get_text_config()
     for key, value in text.to_dict().items():
-        random = any(word in key for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+        random = any(word in key for word in ("dropout", "pdrop", "layerdrop"))
         if random and isinstance(value, float) and value > 0:
             text.update({key: 0.0})
             yield f"{key} set from {value} to 0"
@@ -186,10 +209,21 @@ def _without_dropout(config: PretrainedConfig) -> Iterator[str]:
 def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     options |= {"config": config, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    if attention == NAME:
+        _check_interface(directory, config)
     try:
         with _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        SafetensorError,
+    ) as error:
         raise ModelError(f"{directory} cannot be loaded as a causal language model: {error}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
@@ -200,6 +234,23 @@ def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype,
         )
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _check_interface(directory: Path, config: PretrainedConfig) -> None:
+    """Our attention takes part only where the architecture asks transformers for its attention function."""
+    known: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in known:
+        raise ModelError(
+            f"{directory / 'config.json'}: transformers has no causal language model of model_type "
+            f"{config.model_type!r}: this architecture is not supported, choose another model"
+        )
+    architecture = known[type(config)]
+    if not architecture._can_set_attn_implementation():
+        raise ModelError(
+            f"{directory / 'config.json'}: {architecture.__name__} (model_type {config.model_type!r}) computes "
+            "attention by itself, not through transformers' attention interface, so packs cannot be computed: this "
+            "architecture is not supported, choose another model"
+        )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ one by one; tests hold it to that.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,20 @@ from torch import Tensor
 
 SHORTEST_PREFIX = 8
 """A shared beginning shorter than this is not worth a segment of its own."""
+
+Sight = int | Callable[[Tensor, Tensor], Tensor] | None
+"""How far back a layer looks: this many tokens, the token itself included; None: all of them; or a function of the
+positions of queries [n, 1] and keys [1, m] that gives bool [n, m]."""
+
+
+def visible(sight: Sight, own: Tensor, seen: Tensor) -> Tensor:
+    """bool [n, m]: which positions `seen` [1, m] the positions `own` [n, 1] look at; none that come later."""
+    allowed = seen <= own
+    if isinstance(sight, int):
+        allowed &= own - seen < sight
+    elif sight is not None:
+        allowed &= sight(own, seen)
+    return allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +94,8 @@ class Pack:
     segments: tuple[Segment, ...]
     rows: tuple[Tensor, ...]
     """for each sequence, the flat position of its tokens; −1 where they are cached"""
-    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
-    """attention masks by (segment, window), made once and used by every layer"""
+    masks: dict[tuple[int, Sight], Tensor] = field(default_factory=dict)
+    """attention masks by (segment, sight), made once and used by every layer"""
     lengths: tuple[int, ...] = ()
     """flat length of each segment"""
 
@@ -92,17 +106,13 @@ class Pack:
         rows = tuple(row.to(device) for row in self.rows)
         return Pack(self.tokens.to(device), self.positions.to(device), self.segments, rows, lengths=self.lengths)
 
-    def mask(self, number: int, window: int | None) -> Tensor:
+    def mask(self, number: int, sight: Sight) -> Tensor:
         """bool [own, ancestors + own]: what a segment may look at."""
-        if (number, window) not in self.masks:
+        if (number, sight) not in self.masks:
             segment = self.segments[number]
             seen = torch.arange(0, segment.position + segment.end - segment.start, device=self.tokens.device)
-            own = seen[segment.position :]
-            allowed = seen[None, :] <= own[:, None]
-            if window is not None:
-                allowed &= own[:, None] - seen[None, :] < window
-            self.masks[number, window] = allowed
-        return self.masks[number, window]
+            self.masks[number, sight] = visible(sight, seen[segment.position :, None], seen[None, :])
+        return self.masks[number, sight]
 
 
 def pack(
