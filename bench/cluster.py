@@ -9,14 +9,15 @@ from typing import Any
 
 @contextmanager
 def sample_queue(**settings: Any) -> Iterator[Any]:
-    """The TransferQueue back end of the sample queue, in the Ray that is running or in one that ends with the block."""
+    """The TransferQueue back end of the sample queue, in the Ray that this process is connected to, or in a local one
+    that ends with the block."""
     import ray
 
     from understudy.queue.transfer_queue import start
 
     running = ray.is_initialized()
     if not running:
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         queue = start(**settings)
         try:

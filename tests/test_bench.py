@@ -444,7 +444,7 @@ def cluster() -> Iterator[None]:
     """One Ray for both benchmarks that need one."""
     ray = pytest.importorskip("ray")
     pytest.importorskip("transfer_queue")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
     ray.cloudpickle.register_pickle_by_value(rollout_path)  # as where it is started as a script
     yield
     ray.cloudpickle.unregister_pickle_by_value(rollout_path)
