@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +60,56 @@ def test_step_kl_of_an_sde_step_is_the_formula_with_dt() -> None:
     s = 0.7 * (sigma / (1 - sigma)).sqrt()
     expected = ((student.mean - reference.mean) ** 2).mean(dim=1) / (2 * s**2 * (sigma - after))
     torch.testing.assert_close(losses.step_kl(student.mean, reference.mean, student.std), expected)
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "diffusion.md"
+
+
+def trained(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
+    """σ before and after each step of a schedule but the last, which is never trained."""
+    even = [1 - i / steps for i in range(steps + 1)]
+    sigmas = [shift * u / (1 + (shift - 1) * u) for u in even]
+    before, after = zip(*pairwise(sigmas[:-1]), strict=True)
+    return torch.tensor(before, dtype=torch.float64), torch.tensor(after, dtype=torch.float64)
+
+
+def factors(kind: flow.Kind, sigma: Tensor, after: Tensor, level: float = 0.7) -> tuple[Tensor, Tensor]:
+    """Ours over published, at each step: the KL to a reference, and the log-ratio of a sample."""
+    x, v, other, z = (doubles(len(sigma), 5, seed=seed) for seed in range(4))
+    ours, reference = (flow.transition(x, each, sigma, after, kind=kind, noise_level=level) for each in (v, other))
+    sample = reference.mean + reference.std[:, None] * z
+    squares = [((sample - step.mean) ** 2).mean(dim=1) for step in (ours, reference)]
+    distance = ((ours.mean - reference.mean) ** 2).mean(dim=1)
+    if kind == "sde":
+        s = level * (sigma / (1 - torch.where(sigma == 1, after, sigma))).sqrt()
+        kl, spread = distance / (2 * s**2), 2 * (s * (sigma - after).sqrt()) ** 2
+    else:
+        std = after * math.sin(level * math.pi / 2)
+        kl, spread = distance / (2 * std**2), torch.ones_like(std)
+    log_ratio = (squares[1] - squares[0]) / spread
+    mine = flow.log_prob(sample, ours.mean, ours.std) - flow.log_prob(sample, reference.mean, reference.std)
+    return losses.step_kl(ours.mean, reference.mean, ours.std) / kl, mine / log_ratio
+
+
+def test_published_settings_carry_over_by_the_factors_of_the_docs() -> None:
+    """The published formulas are written out here; what the page says of them is computed."""
+    page = " ".join(PAGE.read_text().split())
+    one = torch.ones(7, dtype=torch.float64)
+    kl, log_ratio = factors("sde", *trained(8))
+    torch.testing.assert_close(kl, 8 * one)
+    torch.testing.assert_close(log_ratio, one)
+    assert f"the KL here is {kl[0]:.0f} times as large: `beta` 0.04 becomes `kl: {0.04 / float(kl[0]):g}`" in page
+    kl, log_ratio = factors("sde", *trained(10, shift=3.0))
+    torch.testing.assert_close(log_ratio, torch.ones(9, dtype=torch.float64))
+    assert f"it falls from {kl[0]:.0f} at the first to {kl[-1]:.1f} at the last that is trained" in page
+    assert kl.tolist() == sorted(kl.tolist(), reverse=True)
+    kl, log_ratio = factors("cps", *trained(8))
+    torch.testing.assert_close(kl, one)
+    first, last = float(log_ratio[0]), float(log_ratio[-1])
+    assert f"rises from {first:.2f} at the first step to {last:.0f} at the last that is trained" in page
+    assert f"`clip_range` 1e-4 becomes {1e-4 * first:.1e} at the first".replace("e-05", "e-5") in page
+    assert f"and {1e-4 * last:.1e} at the last,".replace("e-03", "e-3") in page
+    assert log_ratio.tolist() == sorted(log_ratio.tolist())
 
 
 def test_guarded_log_ratio_is_the_formula_and_what_is_left_is_centred() -> None:

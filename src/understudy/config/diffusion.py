@@ -134,7 +134,7 @@ class FlowGrpo(Compared):
     """GRPO-Guard: log-ratios centred and of one size at all steps, so that the clip bites on both sides alike."""
     kl: float = Field(0.0, ge=0)
     """Coefficient of the KL to the reference: the student with its adapter switched off or, if all its weights learn, a
-    copy of it from before training."""
+    copy of it from before training. For sde, the published `beta` times |dt| of a step (docs/diffusion.md)."""
 
     @field_validator("clip")
     @classmethod
