@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 import tiny
 import tiny_paint
 from understudy import checkpoint
+from understudy.build import shared_vocabulary
 from understudy.checkpoint import CheckpointStore
 from understudy.cli import main
+from understudy.errors import UserError
+from understudy.models.tokenizers import SafeTokenizer
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -147,6 +151,61 @@ def test_prompts_that_do_not_fit_the_engine(tmp_path: Path, capsys: pytest.Captu
     said = refused(tmp_path, capsys, "engine.context=80", longest, data={"train": str(path), "validation": str(path)})
     assert f"row 2 of {path}" in said
     assert "engine.context = 80" in said
+
+
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_prompts_that_do_not_fit_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], who: str) -> None:
+    short = tiny.save(tmp_path / "short", max_position_embeddings=50)
+    path = tiny.write_prompts(tmp_path / "long.jsonl", ["short", "x" * 42])
+    section: dict[str, Any] = {"student": model(short)} if who == "student" else {"teachers": {"main": model(short)}}
+    said = refused(tmp_path, capsys, data={"train": str(path), "validation": None}, **section)
+    key = "student" if who == "student" else "teachers.main"
+    assert f"row 2 of {path}: 45 prompt tokens and the longest answer (6) do not fit {key}.path: " in said
+    assert "max_position_embeddings = 50 in its config.json" in said
+    assert "row 1 of" not in said
+
+
+def test_a_context_that_a_model_does_not_have_is_cut_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tiny.save(tmp_path / "short", max_position_embeddings=50)
+    overrides = ("validation.max_tokens=6",)
+    assert main(["train", str(tiny.recipe(tmp_path, steps=1, student=model(short))), *overrides]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "engine.context = 2048 is more than student.path takes: max_position_embeddings = 50" in said
+    assert "teachers.main.path takes" not in said
+
+
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_an_architecture_that_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str], who: str) -> None:
+    other = tiny.save(tmp_path / "other")
+    DiffLlamaConfig(**tiny.SIZES).save_pretrained(other)
+    AutoModelForCausalLM.from_config(DiffLlamaConfig(**tiny.SIZES)).save_pretrained(other)
+    section: dict[str, Any] = {"student": model(other)} if who == "student" else {"teachers": {"main": model(other)}}
+    said = refused(tmp_path, capsys, **section)
+    assert f"{'student' if who == 'student' else 'teachers.main'}.path: {other}: DiffLlamaForCausalLM computes" in said
+    assert "choose another model" in said
+
+
+def test_an_adapter_on_the_output_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(tmp_path, capsys, student={"lora": {"rank": 2, "targets": ["q_proj", "lm_head"]}})
+    assert "student.lora.targets: lm_head is the output head of LlamaForCausalLM" in said
+    assert "leave it out" in said
+
+
+def test_an_end_of_turn_id_beyond_the_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    student = tiny.save(tmp_path / "other")
+    (student / "generation_config.json").write_text('{"eos_token_id": [258, 300]}')
+    said = refused(tmp_path, capsys, student=model(student), rollout={"min_tokens": 2})
+    assert "the end-of-turn id 300 can never be written" in said
+    assert "eos_token_id in generation_config.json" in said
+
+
+def test_an_end_of_turn_id_beyond_the_head_of_a_student_without_teachers(tmp_path: Path) -> None:
+    tokenizer = SafeTokenizer(tiny.tokenizer())
+    assert shared_vocabulary((tokenizer, 259), {}, print) == 259
+    with pytest.raises(UserError, match="the end-of-turn id 258 can never be written"):
+        shared_vocabulary((tokenizer, 258), {}, print)
 
 
 def test_a_teacher_with_another_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,8 @@ def _writers(
     teachers = {name: build.teacher_engine(config, name, model, vocabulary) for name, model in models.items()}
     pools = {name: TeacherPool(name, [engine]) for name, engine in teachers.items()}
     client = build.teacher_client(config, pools, tokenizers)
-    prompts = prompts.without(build.check_prompts(config, prompts.sets, tokenizer, client, report, progress))
+    reaches = {"student": student.reach, **{f"teachers.{name}": model.reach for name, model in models.items()}}
+    prompts = prompts.without(build.check_prompts(config, prompts.sets, tokenizer, client, reaches, report, progress))
     heads = [build.teacher_head(config, name, model.head, vocabulary) for name, model in models.items()]
     learner = build.learner(config, student, heads, queue, vocabulary, report=report)
     engine = build.student_engine(config, student, tokenizer, vocabulary)

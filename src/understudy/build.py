@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import TeacherHead
 from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
-from understudy.config.schema import Config, Optimizer, Ppo, Reinforcement, RunConfig, Student
+from understudy.config.schema import Config, Model, Optimizer, Ppo, Reinforcement, RunConfig, Student
 from understudy.data.prompts import PromptSet
 from understudy.data.trajectory import Key, Message, Prompt, Trajectory
 from understudy.engines.contract import ScoreRequest, Want
@@ -33,10 +34,19 @@ from understudy.learner.ranks import Ranks, alone
 from understudy.learner.text import Limits
 from understudy.learning import Learner, Trainable
 from understudy.models.attention import NAME as ATTENTION
+from understudy.models.attention import UnsupportedAttention
 from understudy.models.causal_lm import CausalLM, OutputHead
 from understudy.models.dtype import choose_dtype
 from understudy.models.layers import recompute
-from understudy.models.loading import apply_lora, float32_weights, load_causal_lm, narrow_adapter
+from understudy.models.loading import (
+    apply_lora,
+    check_head_is_plain,
+    float32_weights,
+    load_causal_lm,
+    narrow_adapter,
+)
+from understudy.models.sight import Reach
+from understudy.models.small_copy import check_copy, check_files
 from understudy.models.tokenizers import SafeTokenizer, compare
 from understudy.models.weights import trainable
 from understudy.policy.text import log_probs
@@ -135,15 +145,48 @@ def student_model(
     model = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report, dtype=dtype)
     saved: nn.Module = model
     if lora is not None:
+        check_head_is_plain(model, lora)
         saved = apply_lora(model, lora, config.seed)
         if not wide:
             narrow_adapter(model)
-    return CausalLM(model), saved
+    return _on_packs(model, "student", config.student, report), saved
 
 
 def teacher_model(config: Config, name: str, report: Report = silent, device: str = "cpu") -> CausalLM:
     model = load_causal_lm(config.teachers[name], device=device, attention=ATTENTION, progress=report)
-    return _frozen(CausalLM(model))
+    return _frozen(_on_packs(model, f"teachers.{name}", config.teachers[name], report))
+
+
+def _on_packs(model: Any, key: str, settings: Model, report: Report) -> CausalLM:
+    """Refuses an architecture that computes something else on packs than on its own."""
+    try:
+        found, note = CausalLM(model), check_copy(model.config)
+    except UnsupportedAttention as error:
+        raise UserError(f"{key}.path: {settings.path}: {error}; choose another model") from error
+    if note is not None:
+        report(f"{settings.path}: {note}")
+    return found
+
+
+def reaches(config: Config, report: Report) -> dict[str, Reach | None]:
+    """How long a sequence each model takes, and whether its architecture computes packs, from its config.json alone."""
+    found: dict[str, Reach | None] = {}
+    for key, settings in {
+        "student": config.student,
+        **{f"teachers.{n}": t for n, t in config.teachers.items()},
+    }.items():
+        try:
+            found[key], note = check_files(settings)
+        except UnsupportedAttention as error:
+            raise UserError(f"{key}.path: {settings.path}: {error}; choose another model") from error
+        if note is not None:
+            report(f"{settings.path}: {note}")
+    return found
+
+
+def context(config: Config, reach: Reach | None) -> int:
+    """Tokens that a sequence may have: those of engine.context, or fewer where the model takes fewer."""
+    return config.engine.context if reach is None else min(config.engine.context, reach.tokens)
 
 
 def shared_vocabulary(
@@ -163,6 +206,13 @@ def shared_vocabulary(
         sizes.append(shared.size)
         for warning in shared.warnings:
             report(warning)
+    beyond = [id for id in student[0].eos_ids if id >= min(sizes)]
+    if beyond:
+        raise UserError(
+            f"student: the end-of-turn id {', '.join(map(str, beyond))} can never be written: the output heads of "
+            f"student and teachers know the ids below {min(sizes)} only. Correct eos_token in tokenizer_config.json or "
+            "eos_token_id in generation_config.json, or use the tokenizer that belongs to the model"
+        )
     return min(sizes)
 
 
@@ -189,7 +239,7 @@ def student_engine(config: Config, model: CausalLM, tokenizer: SafeTokenizer, vo
     return TorchEngine(
         model,
         slots=config.engine.slots,
-        context=config.engine.context,
+        context=context(config, model.reach),
         vocabulary=vocabulary,
         decode=tokenizer.decode,
         prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
@@ -201,7 +251,7 @@ def teacher_engine(config: Config, name: str, model: CausalLM, vocabulary: int) 
     return TorchEngine(
         model,
         slots=config.engine.slots,
-        context=config.engine.context,
+        context=context(config, model.reach),
         batch_tokens=settings.batch_tokens,
         temperature=config.teacher_temperature(name),
         vocabulary=vocabulary,
@@ -215,9 +265,10 @@ def has_reference(config: RunConfig) -> bool:
 
 def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> TorchEngine:
     """The student as it was before training."""
-    model = _frozen(CausalLM(load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)))
+    loaded = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)
+    model = _frozen(_on_packs(loaded, "student", config.student, silent))
     temperature = config.student_temperature
-    return TorchEngine(model, context=config.engine.context, temperature=temperature, vocabulary=vocabulary)
+    return TorchEngine(model, context=context(config, model.reach), temperature=temperature, vocabulary=vocabulary)
 
 
 # ── learning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -246,17 +297,18 @@ def learner(
         for model in (student, critic):
             if model is not None:
                 recompute(model)
+    cut = Limits(
+        micro_batch_tokens=config.optimizer.micro_batch_tokens,
+        logit_tokens=config.optimizer.logit_tokens,
+        temperature=config.student_temperature,
+        vocabulary=vocabulary,
+    )
     return Learner(
         algorithm=build_algorithm(config, heads),
         student=_trainable(student, config.optimizer, None if config.student.lora else config.student),
         critic=_trainable(critic, _critic_optimizer(config), config.student) if critic is not None else None,
         queue=queue,
-        cut=Limits(
-            micro_batch_tokens=config.optimizer.micro_batch_tokens,
-            logit_tokens=config.optimizer.logit_tokens,
-            temperature=config.student_temperature,
-            vocabulary=vocabulary,
-        ),
+        cut=cut,
         clip_norm=config.optimizer.clip_norm,
         measures=TeacherMeasures([head.neutral() for head in heads]) if heads else PlainMeasures(),
         several_widths=len({head.width for head in heads}) > 1,
@@ -270,7 +322,8 @@ def critic_model(config: Config, report: Report, device: str = "cpu", *, wide: b
     if not isinstance(config.algorithm, Ppo):
         return None
     dtype = torch.float32 if wide else None
-    critic = CausalLM(load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report, dtype=dtype))
+    loaded = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report, dtype=dtype)
+    critic = _on_packs(loaded, "student", config.student, silent)
     if critic.head.linear.weight is not critic.model.get_input_embeddings().weight:
         critic.head.linear.weight.requires_grad_(False)  # nobody asks a critic for tokens
     critic.add_value_head()
@@ -374,12 +427,20 @@ def check_prompts(
     sets: Sequence[PromptSet],
     tokenizer: SafeTokenizer,
     client: TeacherClient,
+    reaches: Mapping[str, Reach | None],
     report: Report = silent,
     progress: Progress = unseen,
 ) -> list[frozenset[int]]:
     """Check all rows before the run starts: those that are too long, ask for unknown teachers or loops, or lack what a
-    teacher's own prompt needs. `sets` are the training prompts and, if there are any, the held-out ones. Returns, for
-    each set, the positions of rows that data.overlong leaves out; anything else that is wrong is an error."""
+    teacher's own prompt needs. `sets` are the training prompts and, if there are any, the held-out ones. `reaches` are
+    those of "student" and "teachers.NAME"; one that is shorter than engine.context is reported. Returns, for each set,
+    the positions of rows that data.overlong leaves out; anything else that is wrong is an error."""
+    for key, reach in reaches.items():
+        if reach is not None and reach.tokens < config.engine.context:
+            report(
+                f"engine.context = {config.engine.context} is more than {key}.path takes: {reach}; "
+                f"sequences there have at most {reach.tokens} tokens, prompt and answer"
+            )
     answers = (config.rollout.max_tokens, config.validation.max_tokens)
     total, done, skips = sum(map(len, sets)), 0, config.data.overlong == "skip"
     mistakes: list[UserError] = []
@@ -388,7 +449,7 @@ def check_prompts(
         overlong: dict[int, str] = {}
         for start in range(0, len(prompts), CHECKED_AT_ONCE):
             part = prompts[start : start + CHECKED_AT_ONCE]
-            for position, problem in enumerate(_checked(config, part, tokenizer, client, answer), start):
+            for position, problem in enumerate(_checked(config, part, tokenizer, client, reaches, answer), start):
                 if isinstance(problem, TooLong) and skips:
                     overlong[position] = str(prompts[position].row)
                 elif problem is not None:
@@ -425,7 +486,12 @@ class TooLong(UserError):
 
 
 def _checked(
-    config: Config, prompts: Sequence[Prompt], tokenizer: SafeTokenizer, client: TeacherClient, answer: int
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: SafeTokenizer,
+    client: TeacherClient,
+    reaches: Mapping[str, Reach | None],
+    answer: int,
 ) -> list[UserError | None]:
     """What is wrong with each of these prompts, if they are to be answered with up to `answer` tokens."""
     asked = [prompt.text if prompt.text is not None else prompt.messages for prompt in prompts]
@@ -433,10 +499,14 @@ def _checked(
     contexts: dict[str, dict[int, str | list[Message]]] = {}
     for place, (prompt, tokens) in enumerate(zip(prompts, _lengths(tokenizer, asked, prompts), strict=True)):
         try:
-            found.append(_checked_alone(config, prompt, tokens, answer))
-            teacher = client.teachers[name := client.route(prompt)] if client.teachers else None
-            if teacher is not None and teacher.system_prompt is not None:
+            found.append(_checked_alone(config, prompt, tokens, reaches, answer))
+            if not client.teachers:
+                continue
+            teacher = client.teachers[name := client.route(prompt)]
+            if teacher.system_prompt is not None:
                 contexts.setdefault(name, {})[place] = own_words(teacher, prompt)
+            elif isinstance(tokens, int):
+                found[place] = found[place] or _beyond(prompt, f"teachers.{name}", tokens, reaches, answer)
         except UserError as error:
             found[place:] = [error]
     for name, words in contexts.items():
@@ -451,10 +521,24 @@ def _checked(
                     f"{prompts[place]}: {length} tokens of what teacher {name!r} reads and the longest answer do not "
                     f"fit engine.context = {config.engine.context}"
                 )
+            else:
+                found[place] = found[place] or _beyond(prompts[place], f"teachers.{name}", length, reaches, answer)
     return found
 
 
-def _checked_alone(config: Config, prompt: Prompt, tokens: int | UserError, answer: int) -> UserError | None:
+def _beyond(
+    prompt: Prompt, key: str, tokens: int, reaches: Mapping[str, Reach | None], answer: int
+) -> UserError | None:
+    """What is said of a prompt that, with the longest answer, has more positions than the model at `key`."""
+    reach = reaches.get(key)
+    if reach is None or tokens + answer <= reach.tokens:
+        return None
+    return TooLong(f"{prompt}: {tokens} prompt tokens and the longest answer ({answer}) do not fit {key}.path: {reach}")
+
+
+def _checked_alone(
+    config: Config, prompt: Prompt, tokens: int | UserError, reaches: Mapping[str, Reach | None], answer: int
+) -> UserError | None:
     """Of a prompt as the student reads it. Mistakes that nothing can leave out come first."""
     if prompt.agent_loop is not None and prompt.agent_loop not in LOOPS:
         return UserError(f"{prompt}: no agent loop is named {prompt.agent_loop!r}")
@@ -467,7 +551,7 @@ def _checked_alone(config: Config, prompt: Prompt, tokens: int | UserError, answ
             f"{prompt}: {tokens} prompt tokens and the longest answer do not fit "
             f"engine.context = {config.engine.context}"
         )
-    return None
+    return _beyond(prompt, "student", tokens, reaches, answer)
 
 
 def _lengths(

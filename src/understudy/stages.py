@@ -71,7 +71,9 @@ def checked(
         report,
     )
     build.check_top_k(config, vocabulary)
-    return vocabulary, prompts.without(build.check_prompts(config, prompts.sets, tokenizer, client, report, progress))
+    reaches = build.reaches(config, report)
+    skipped = build.check_prompts(config, prompts.sets, tokenizer, client, reaches, report, progress)
+    return vocabulary, prompts.without(skipped)
 
 
 def learner(
