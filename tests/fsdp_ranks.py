@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import tiny
 from test_learner import LIMITS, algorithm, make_batch, ready
-from understudy.algorithms.policy import PolicySettings
+from understudy.algorithms.policy import PolicySettings, ReadLogp
 from understudy.algorithms.ppo import ValueLoss
 from understudy.checkpoint import CheckpointError
 from understudy.config.schema import Lora, Optimizer
@@ -33,6 +33,7 @@ from understudy.learner.fsdp import Sharding, gather, join, shard
 from understudy.learner.optimizer import build_optimizer
 from understudy.learner.packing import deal
 from understudy.learner.ranks import Ranks, alone
+from understudy.learner.reference import ReferenceCheck
 from understudy.learner.update import NonFiniteLoss, accumulate, measure, update
 from understudy.losses.contract import Loss
 from understudy.models.causal_lm import CausalLM
@@ -217,6 +218,19 @@ def measured(ranks: Ranks, folder: Path) -> None:
     assert nothing == {}
     keep(folder, f"before-{ranks.number}", flat(before), {})
     keep(folder, f"after-{ranks.number}", flat(after), {})
+
+
+def referenced(ranks: Ranks, folder: Path) -> None:
+    """Compared with the model's own forward pass, sharded as it is; learning goes on as if nothing had been."""
+    case, settings = UPDATES["tied_sgd"]
+    model = case.model()
+    shard(model, case.sharding, "cpu")
+    share = case.share(case.batch(), ranks)
+    check = ReferenceCheck(ReadLogp(), LIMITS)
+    metrics = check(model, share, ranks)
+    assert check(model, share, ranks) == {}
+    named, _, _ = train(case, settings, model, ranks)
+    keep(folder, f"referenced-{ranks.number}", dict(gather(named)), {"metrics": metrics})
 
 
 def not_finite(ranks: Ranks, folder: Path) -> None:

@@ -29,7 +29,7 @@ WORLD = 2
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks have done all their work here."""
     path = tmp_path_factory.mktemp("ranks")
-    jobs = ("gradients", "updates", "measured", "not_finite")
+    jobs = ("gradients", "updates", "measured", "referenced", "not_finite")
     for ranks in fsdp_ranks.run(*((job, WORLD, path) for job in jobs)):
         for code, said in ranks:
             assert code == 0, said
@@ -128,6 +128,17 @@ def test_ranks_measure_what_one_process_measures_before_and_after_learning(folde
     after = measure(model, case.batch(), case.losses(), LIMITS)
     assert_same_columns(whole_columns(folder, "before", case), before)
     assert_same_columns(whole_columns(folder, "after", case), after, 1e-4)
+
+
+def test_ranks_compare_the_sharded_model_with_its_own_forward_pass(folder: Path) -> None:
+    case, settings = UPDATES["tied_sgd"]
+    named, _, _ = train(case, settings, case.model())
+    for rank in range(WORLD):
+        metrics = facts(folder, f"referenced-{rank}")["metrics"]
+        assert isinstance(metrics, dict)
+        assert metrics == facts(folder, "referenced-0")["metrics"]
+        assert 0 <= metrics["reference_gap"] <= metrics["reference_gap_max"] < 1e-4
+        assert distance(kept(folder, f"referenced-{rank}"), {key: p.detach() for key, p in named}) < 1e-5
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_the_update_on_all(folder: Path) -> None:

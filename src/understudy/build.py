@@ -22,6 +22,7 @@ from understudy.agent_loop.manager import RolloutManager
 from understudy.agent_loop.worker import AgentLoopWorker
 from understudy.algorithms.contract import TeacherHead
 from understudy.algorithms.measures import PlainMeasures, TeacherMeasures
+from understudy.algorithms.policy import ReadLogp
 from understudy.config.schema import Config, Model, Optimizer, Ppo, Reinforcement, RunConfig, Student
 from understudy.data.prompts import PromptSet
 from understudy.data.trajectory import Key, Message, Prompt, Trajectory
@@ -31,6 +32,7 @@ from understudy.errors import UserError
 from understudy.learner.masters import with_masters
 from understudy.learner.optimizer import build_optimizer
 from understudy.learner.ranks import Ranks, alone
+from understudy.learner.reference import ReferenceCheck
 from understudy.learner.text import Limits
 from understudy.learning import Learner, Trainable
 from understudy.models.attention import NAME as ATTENTION
@@ -314,6 +316,7 @@ def learner(
         several_widths=len({head.width for head in heads}) > 1,
         ranks=ranks,
         dtype=choose_dtype(config.student.dtype, str(student.device))[0],
+        reference=ReferenceCheck(ReadLogp(), cut),
     )
 
 

@@ -160,6 +160,11 @@ async def record(
     chosen = run.parts.config.algorithm
     if "divergence" in metrics and isinstance(chosen, Distill) and chosen.objective in ("reverse_kl", "k1", "k3"):
         metrics["kl"] = metrics["divergence"]
+    if "reference_gap" in metrics:
+        run.display.note(
+            f"reference_gap {metrics['reference_gap']:.2g} nats (at most {metrics['reference_gap_max']:.2g}): how far "
+            "the learner's log-probs are from the model's own forward pass, on rows of this run's first batch"
+        )
     run.directory.log_step(run.step, metrics)
     run.directory.log_timeline(run.step, await run.parts.backstage.timeline())
     await _record_rollouts(run, ref, columns, prompts)

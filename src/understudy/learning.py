@@ -24,6 +24,7 @@ from understudy.data.trajectory import Batch, GroupKey, Key
 from understudy.learner.masters import Rounded, round_weights
 from understudy.learner.packing import deal, in_order
 from understudy.learner.ranks import Ranks, alone
+from understudy.learner.reference import ReferenceCheck
 from understudy.learner.update import Cut, measure, update
 from understudy.losses.contract import Loss
 from understudy.queue.contract import BatchRef, SampleQueue
@@ -309,6 +310,8 @@ class Learner:
     ranks: Ranks = alone
     dtype: torch.dtype = torch.float32
     """in which the student computes; what learns is kept in float32"""
+    reference: ReferenceCheck | None = None
+    """compares the first batch with the model's own forward pass"""
 
     async def learn(
         self, ref: BatchRef, rate: float, schedule: Schedule, shown: int
@@ -318,8 +321,9 @@ class Learner:
         share = Share.dealt(ref, self.ranks)
         batch = await self._rows(ref, share)
         self.student.set_rate(rate)
+        compared = self.reference(self.student.model, batch, self.ranks) if self.reference is not None else {}
         batch, signalled = prepare(self.algorithm, self.student, self.critic, batch, self.cut, share)
-        learned = Learned(signalled)
+        learned = Learned({**signalled, **compared})
         first = self.algorithm.at_first
         for work in updates(self.algorithm, self.student, self.critic, batch, schedule, share):
             who = work.trainable
