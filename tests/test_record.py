@@ -84,6 +84,7 @@ class TestRunDirectory:
         assert RunDirectory.open(tmp_path / "runs" / "a").config_yaml() == CONFIG
 
     def test_an_existing_run_is_refused_with_a_way_on(self, run: RunDirectory) -> None:
+        run.log_step(1, {"loss": 1.0})
         with pytest.raises(UserError, match=f"understudy resume {re.escape(str(run.path))}.*another name"):
             RunDirectory.create(run.path, "name: other\n")
         assert run.config_yaml() == CONFIG

@@ -36,6 +36,7 @@ from understudy.errors import UserError
 from understudy.queue.contract import BatchRef, SampleQueue
 from understudy.record.run_directory import EvalSample
 from understudy.rollout import Order
+from understudy.runtime.interrupt import run_to_end
 from understudy.scoring import EpisodeScorer, scoring_tasks
 from understudy.signals import part_means, reward_weights
 
@@ -364,7 +365,7 @@ def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[s
                 async with parts.backstage.averaged(0):
                     return await evaluator(parts, directory, display.progress, keep=run is None)()
 
-        return asyncio.run(go()).metrics
+        return run_to_end(go()).metrics
 
 
 def _given(tokens: torch.Tensor, mask: torch.Tensor) -> Trajectory:

@@ -32,7 +32,7 @@ from understudy.record.display import Display
 from understudy.record.lock import locked
 from understudy.record.run_directory import RunDirectory
 from understudy.rollout import EpisodeDone, EpisodeTimes
-from understudy.runtime.interrupt import on_interrupt
+from understudy.runtime.interrupt import on_interrupt, run_to_end
 from understudy.signals import schedule
 
 
@@ -71,7 +71,7 @@ def train(config: RunConfig) -> Path:
         with _opened(config, directory) as run:
             RunDirectory.create(directory.path, dump(config))
             history.keep_data(run)
-            asyncio.run(all_steps(run))
+            run_to_end(all_steps(run), run.stop)
     return directory.path
 
 
@@ -85,7 +85,7 @@ def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] 
         with _opened(config, directory) as run:
             for line in notes:
                 run.display.note(line)
-            asyncio.run(all_steps(run, resumed=True))
+            run_to_end(all_steps(run, resumed=True), run.stop)
     return directory.path
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,9 +116,13 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path | str, config_yaml: str, existing: Literal["refuse"] = "refuse") -> RunDirectory:
-        """Start a run in a directory that holds none; `existing` says what happens to a run that is there already."""
+        """Start a run in a directory that holds none; `existing` says what happens to a run that is there already. What
+        is left of a start that did not come to its first step goes."""
         run = cls(path)
         run.require_free()
+        if run.path.is_dir():
+            run.rewind(-1)
+            shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
         write_atomic(run.path / "config.yaml", config_yaml, then="start the run again")
         return run
 
@@ -136,11 +141,12 @@ class RunDirectory:
         return _read_json(self.path / "data.json")
 
     def require_free(self) -> None:
-        """Refuse a place that holds a run already, or cannot hold one."""
+        """Refuse a place that holds a run already, or cannot hold one. A start that failed, or was killed, before its
+        first step does not count."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; a run needs a directory. Choose another `name` or `out`.")
         found = [name for name in _TRACES if (self.path / name).exists()]
-        if found:
+        if self._has_begun():
             raise UserError(
                 f"{self.path} already holds a run ({', '.join(found)}). "
                 f"Continue it with `understudy resume {self.path}`, or choose another name (name=…)."
@@ -166,6 +172,12 @@ class RunDirectory:
             remove_quietly(probe)
             for path in made:
                 remove_directory_quietly(path)
+
+    def _has_begun(self) -> bool:
+        """A step was made, or something that only steps lead to is there."""
+        metrics, saved = self.path / "metrics.jsonl", self.path / "checkpoints"
+        steps = metrics.exists() and b"\n" in metrics.read_bytes()
+        return steps or (self.path / "summary.json").exists() or any(saved.glob("*step-*"))
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
