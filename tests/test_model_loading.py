@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import (
 import tiny
 from understudy.config.schema import Lora, Model, Student
 from understudy.models import dtype as dtype_module
+from understudy.models.heads import head_vocabulary, load_head
 from understudy.models.loading import apply_lora, cut_layers, load_causal_lm, save_hf
 from understudy.models.sources import ModelError, resolve
 from understudy.models.tokenizers import SafeTokenizer, load_tokenizer
@@ -260,3 +263,53 @@ class TestSaving:
         (tmp_path / "plain").write_text("x")
         mode = (tmp_path / "plain").stat().st_mode
         assert {path.stat().st_mode for path in (tmp_path / "out").iterdir()} == {mode}
+
+
+# --- code in a model's directory --------------------------------------------------------------------------------------
+
+
+REFUSAL = "trust_remote_code"
+
+
+def loads(tree: ast.AST) -> list[ast.Call]:
+    """Calls that would run code from a model's directory if they were allowed to."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and (
+            call.func.attr == "from_pretrained"
+            or (call.func.attr == "from_config" and ast.unparse(call.func.value).startswith("Auto"))
+        )
+    ]
+
+
+def test_every_load_refuses_code_in_the_directory() -> None:
+    source = Path(__file__).parent.parent / "src"
+    found = {
+        f"{file.relative_to(source)}:{call.lineno}": [ast.unparse(k.value) for k in call.keywords if k.arg == REFUSAL]
+        for file in source.rglob("*.py")
+        for call in loads(ast.parse(file.read_text()))
+    }
+    assert len(found) >= 7
+    assert [place for place, said in found.items() if said != ["False"]] == []
+
+
+@pytest.mark.parametrize("load", [head_vocabulary, load_head, load_causal_lm])
+def test_code_in_the_directory_is_not_run_and_nobody_is_asked(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[Student], Any]
+) -> None:
+    def asked(*_: Any) -> str:
+        raise AssertionError("somebody was asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    config = json.loads((saved / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (saved / "config.json").write_text(json.dumps(config))
+    (saved / "own.py").write_text(f"open({str(saved / 'ran')!r}, 'w').close()\n")
+    load(float32(saved))  # transformers has code of its own for it
+    (saved / "config.json").write_text(json.dumps({**config, "model_type": "own_kind"}))
+    with pytest.raises(ModelError, match=r"config.json describes no model that transformers knows"):
+        load(float32(saved))
+    assert not (saved / "ran").exists()

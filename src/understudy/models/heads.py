@@ -8,25 +8,30 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from understudy.config.schema import Model
 from understudy.models.causal_lm import OutputHead, head_of
 from understudy.models.dtype import choose_dtype
+from understudy.models.loading import load_config
 from understudy.models.sources import ModelError, resolve
 
 
 def head_vocabulary(settings: Model) -> int:
     """Ids that the model's output head knows."""
-    config = AutoConfig.from_pretrained(resolve(settings.path))
+    config = load_config(resolve(settings.path))
     return int(config.get_text_config().vocab_size)
 
 
 def load_head(settings: Model, device: str = "cpu") -> OutputHead:
     """Weights of the head, or of the embedding that it is tied to; nothing else is read."""
     directory = resolve(settings.path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    config = load_config(directory)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError as error:
+        raise ModelError(f"{directory} cannot be loaded as a causal language model: {error}") from error
     linear = model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"{settings.path}: {type(model).__name__} has no linear output head")

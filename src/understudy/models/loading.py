@@ -57,7 +57,7 @@ def load_causal_lm(
     if dtype is None:
         dtype, reason = choose_dtype(settings.dtype, device)
         report(f"{settings.path}: {reason}")
-    config = _load_config(directory)
+    config = load_config(directory)
     for note in _without_dropout(config):
         report(f"{settings.path}: {note}")
     model = _load_weights(directory, config, dtype, attention)
@@ -179,12 +179,13 @@ def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Pat
 def read_config(settings: Model) -> PretrainedConfig:
     """Of a model that is to be computed on packs; refuses one whose attention cannot be."""
     directory = resolve(settings.path)
-    config = _load_config(directory)
+    config = load_config(directory)
     _check_interface(directory, config)
     return config
 
 
-def _load_config(directory: Path) -> PretrainedConfig:
+def load_config(directory: Path) -> PretrainedConfig:
+    """config.json of a model that transformers itself has the code of; code in the directory is never run."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -207,13 +208,13 @@ def _without_dropout(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
     options |= {"config": config, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     if attention == NAME:
         _check_interface(directory, config)
     try:
         with _no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, **options)
     except (
         OSError,
         ValueError,
@@ -380,5 +381,5 @@ def _comes_back(base: PreTrainedModel) -> bool:
     path = base.config.name_or_path
     if not path or not Path(path).is_dir():
         return False
-    depth = _load_config(Path(path)).get_text_config().num_hidden_layers
+    depth = load_config(Path(path)).get_text_config().num_hidden_layers
     return bool(depth == base.config.get_text_config().num_hidden_layers)

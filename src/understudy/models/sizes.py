@@ -97,7 +97,7 @@ def model_sizes(settings: Model, lora: Lora | None = None, device: str = "cpu") 
     dtype, _ = choose_dtype(settings.dtype, device)
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{settings.path} describes no causal language model that can be built: {error}") from error
     if isinstance(settings, Student) and settings.drop_layers:

@@ -36,7 +36,9 @@ def load_flow_model(
     pipeline, adapter = _ADAPTERS[_pipeline_class(directory)]
     with _no_progress_bars():
         try:
-            pipe = pipeline.from_pretrained(str(directory), dtype=dtype, use_safetensors=True, local_files_only=True)
+            pipe = pipeline.from_pretrained(
+                str(directory), dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"{directory} does not load as a {pipeline.__name__}: {error}") from error
     return adapter(pipe.to(device))
