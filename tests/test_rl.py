@@ -457,6 +457,31 @@ def test_replacing_ends_when_everything_is_flat(models: Path) -> None:
         assert step["grad_norm"] == 0
 
 
+FLAT = "in every group all answers got the same reward"
+
+
+def test_rewards_that_teach_nothing_are_said_once(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    always = {"letter": {"function": "pattern", "options": {"patterns": ""}}}
+    sections: dict[str, Any] = {"steps": 3, "rewards": always, "data": {"validation": None}}
+    run = understudy.train(config(models, {"name": "grpo"}, name="silent", **sections))
+    assert [step["grad_norm"] for step in metrics_of(run)] == [0, 0, 0]
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(FLAT) == 1
+    assert f"step 1: {FLAT} (reward 1), so rewards teach nothing in this step (gradient norm 0)" in said
+    assert "raise rollout.samples (4)" in said
+    assert "set algorithm.resample (0)" in said
+    understudy.train(config(models, {"name": "grpo", "baseline": "none"}, name="no-baseline", **sections))
+    assert FLAT not in " ".join(capsys.readouterr().out.split()), "without a baseline equal rewards do teach"
+
+
+def test_rewards_that_teach_something_are_not_called_flat(
+    models: Path, plugin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = understudy.train(resampling(models, plugin, "some-flat", 0, steps=1))
+    assert metrics_of(run)[0]["zero_variance_groups"] == pytest.approx(2 / 3)
+    assert FLAT not in " ".join(capsys.readouterr().out.split())
+
+
 # ── the way back ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from understudy.algorithms.contract import Episodes
 from understudy.checkpoint import Best
+from understudy.config.diffusion import Compared
 from understudy.config.load import dump
 from understudy.config.measures import best_measure, held_out
-from understudy.config.schema import Distill, RunConfig, TextRollout
+from understudy.config.schema import Distill, Grpo, RunConfig, TextRollout
 from understudy.data.ragged import Ragged
 from understudy.data.trajectory import Batch, Prompt
 from understudy.errors import CannotJudge, UserError
@@ -128,6 +129,27 @@ async def _evaluate(run: Run, evaluator: Evaluates) -> None:
     run.display.note(f"held-out at step {run.step}: {said}")
 
 
+def say_if_flat(run: Run, metrics: Mapping[str, float]) -> None:
+    """Say once that rewards teach nothing: all episodes of every group got the same one."""
+    chosen = run.parts.config.algorithm
+    if run.told_flat or metrics.get("zero_variance_groups") != 1 or not isinstance(chosen, Distill | Grpo | Compared):
+        return
+    if chosen.baseline == "none":
+        return
+    run.told_flat = True
+    cures = ["look at the rewards in its rollouts: a reward that is the same for every answer cannot be learned from"]
+    cures.append("use prompts that are neither too easy nor too hard for the student, or a reward with finer steps")
+    cures.append(f"raise rollout.samples ({run.parts.config.rollout.samples}), so that answers to one prompt differ")
+    if isinstance(chosen, Grpo):
+        cures.append(f"set algorithm.resample ({chosen.resample}), which draws other prompts in place of such groups")
+    lines = "".join(f"\n  - {cure}" for cure in cures)
+    run.display.note(
+        f"step {run.step}: in every group all answers got the same reward (reward {metrics['reward']:.4g}), so rewards "
+        f"teach nothing in this step (gradient norm {metrics['grad_norm']:.3g}). If that goes on:{lines}\n"
+        "This is said once; the metric zero_variance_groups is the share of such groups in each step."
+    )
+
+
 async def record(
     run: Run,
     ref: BatchRef,
@@ -171,6 +193,7 @@ async def record(
     for writer in run.writers:
         writer.log(run.step, metrics)
     run.display.step(run.step, metrics)
+    say_if_flat(run, metrics)
 
 
 def check_budget(run: Run, ref: BatchRef, step: int) -> None:

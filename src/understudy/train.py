@@ -55,6 +55,7 @@ class Run:
     failures: list[str] = field(default_factory=list)
     unmeasured: dict[int, str] = field(default_factory=dict)
     """steps whose evaluation failed, and why"""
+    told_flat: bool = False
     counts: dict[str, Any] = field(default_factory=dict)
     """of rewards and teachers, at the end"""
 
