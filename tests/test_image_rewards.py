@@ -9,6 +9,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -193,18 +194,35 @@ class Service(BaseHTTPRequestHandler):
             reply = json.dumps({"score": float(np.asarray(image).mean()), "ignored": asked["ground_truth"]})
         else:
             reply = asked["text"]
-        self.send_response(500 if asked["prompt"] == "fail" else 200)
+        status, _, code = asked["prompt"].partition(" ")
+        self.send_response({"fail": 500, "redirect": int(code or 0)}.get(status, 200))
+        if status == "redirect":
+            self.send_header("Location", "/elsewhere")
         self.end_headers()
-        self.wfile.write(reply.encode())
+        with suppress(ConnectionError):  # long ones are not read to their end
+            self.wfile.write(reply.encode())
+
+    def do_GET(self) -> None:
+        self.server.visited.append(self.path)  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"score": 1}')
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def visited() -> list[str]:
+    """What was asked for with GET."""
+    return []
+
+
+@pytest.fixture
+def url(visited: list[str]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     server.release = threading.Event()  # type: ignore[attr-defined]
+    server.visited = visited  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/score"
@@ -240,7 +258,22 @@ def test_failures_of_the_service_are_counted_and_never_zero(url: str) -> None:
     verdicts = judged(pool, *asked, Answer("echo", '{"score": 0.25}'))
     assert [verdict.reward for verdict in verdicts] == [None] * 4 + [0.25]
     assert "status 500: 'overloaded'" in str(verdicts[0].failure)
-    assert pool.counts == {"scored": 1, "raised": 2, "not_finite": 1, "timed_out": 1, "died": 0, "restarted": 1}
+    counted = {name: count for name, count in pool.counts.items() if count}
+    assert counted == {"scored": 1, "raised": 2, "not_finite": 1, "timed_out": 1, "restarted": 1}
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_redirects_are_not_followed(url: str, visited: list[str], code: int) -> None:
+    with pytest.raises(RuntimeError, match=rf"status {code}, a redirect to '/elsewhere'; .*set url to where"):
+        http_scorer(Answer(f"redirect {code}", ""), url=url)
+    assert visited == []
+
+
+def test_a_reply_is_read_up_to_a_megabyte(url: str) -> None:
+    filled = '{"score": 0.5, "why": "%s"}'
+    assert http_scorer(Answer("echo", filled % ("x" * 1_000_000)), url=url) == 0.5
+    with pytest.raises(RuntimeError, match="answered with more than 1048576 bytes"):
+        http_scorer(Answer("echo", filled % ("x" * 4_000_000)), url=url)
 
 
 def test_nobody_listens_is_a_failure() -> None:

@@ -3,8 +3,9 @@
 Request (POST, JSON):   {"prompt": …, "text": …, "ground_truth": …, "image": base64 of a PNG file, or null}
 Answer (200, JSON):     {"score": number}
 
-Anything else (another status, no connection, something that is not such an object) is a failure, never a score of 0.
-A service that does not answer within the reward's timeout is one too.
+Anything else (another status, no connection, something that is not such an object or longer than a megabyte) is a
+failure, never a score of 0. A service that does not answer within the reward's timeout is one too. So is a redirect:
+it would be followed by a GET that does not carry the answer, perhaps to another host.
 """
 
 from __future__ import annotations
@@ -13,13 +14,25 @@ import base64
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
+from typing import Any
 from urllib.parse import urlsplit
 
 from understudy.rewards.contract import Answer, register_reward
 from understudy.rewards.images import file_bytes
 
 _LONGEST = 1 << 20
-"""Bytes of an answer that are read."""
+"""Bytes that an answer may have."""
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it is an error like any other status."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+_open = urllib.request.build_opener(_Stay).open
 
 
 def check_options(*, url: str) -> None:
@@ -37,14 +50,21 @@ def http_scorer(answer: Answer, *, url: str) -> float:
         url, json.dumps(asked).encode(), {"Content-Type": "application/json", "Accept": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request) as response:
-            content = response.read(_LONGEST)
+        with _open(request) as response:
+            content = response.read(_LONGEST + 1)
     except urllib.error.HTTPError as error:
         with error:
             said = error.read(200).decode(errors="replace")
+        if 300 <= error.code < 400:
+            raise RuntimeError(
+                f"{url} answered with status {error.code}, a redirect to {error.headers.get('Location')!r}; redirects "
+                "are not followed: set url to where the service is"
+            ) from None
         raise RuntimeError(f"{url} answered with status {error.code}: {said!r}") from None
-    except OSError as error:
-        raise RuntimeError(f"{url} could not be asked: {error}") from None
+    except (OSError, HTTPException) as error:
+        raise RuntimeError(f"{url} could not be asked: {error}") from error
+    if len(content) > _LONGEST:
+        raise RuntimeError(f'{url} answered with more than {_LONGEST} bytes, expected JSON like {{"score": 0.5}}')
     return _score(content, url)
 
 
