@@ -141,8 +141,11 @@ def test_failures_are_named_and_counted_and_the_worker_goes_on(plugin: str) -> N
                 raise AssertionError(judgement.failure)
         assert (await pool.score(answer("return true"))).reward == 1.0
         assert pool.pids == pids
-        counts = {"scored": 1, "raised": 2, "not_finite": 5, "timed_out": 0, "died": 0, "restarted": 0}
-        assert pool.counts == counts
+        assert {name: count for name, count in pool.counts.items() if count} == {
+            "scored": 1,
+            "raised": 2,
+            "not_finite": 5,
+        }
 
     with_pool(RewardPool({"own": act()}, [plugin]), use)
 
@@ -202,7 +205,7 @@ def test_what_a_process_said_before_it_ended_counts(plugin: str, before: list[st
 
     async def use(pool: RewardPool) -> None:
         told = [asyncio.create_task(pool.score(answer(text))) for text in (*before, "exit 3")]
-        while pool._idle.qsize() > AHEAD - len(told):
+        while pool._crews[0].idle.qsize() > AHEAD - len(told):
             await asyncio.sleep(0)
         os.waitid(os.P_PID, pool.pids[0], os.WEXITED | os.WNOWAIT)
         judged = await pool.score(answer("value 1"))
@@ -410,8 +413,7 @@ asyncio.run(main())
         stuck = asyncio.run(written(tmp_path / "pid"))
         parent.kill()
     assert len(pids) == 2
-    assert stuck in pids
-    assert ended(pids)
+    assert ended([*pids, stuck])
 
 
 def ended(pids: list[int]) -> bool:

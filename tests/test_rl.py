@@ -3,6 +3,7 @@ trajectories, groups that are drawn again, and the way back after a stop."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,11 +19,13 @@ import tiny
 import understudy
 from understudy import history
 from understudy.agent_loop.contract import LoopContext, register
+from understudy.assemble import assemble
 from understudy.checkpoint import CheckpointStore, load
 from understudy.config.schema import Config
 from understudy.data.trajectory import Batch, Episode, Prompt
 from understudy.errors import UserError
 from understudy.record import RunDirectory
+from understudy.rewards.pool import RewardPool
 
 LETTER = "[a-mA-M]"
 REWARDS: dict[str, Any] = {"letter": {"function": "pattern", "options": {"patterns": LETTER}}}
@@ -539,3 +542,16 @@ def test_a_stopped_run_that_draws_groups_again_resumes(
     understudy.resume(run)
     assert_same_run(run, straight, {"model", "optimizer", "rng"})
     assert any(step["replaced_groups"] for step in metrics_of(run)[2:])
+
+
+def test_a_run_says_what_its_rewards_are_not_isolated_from(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RewardPool, "gaps", property(lambda pool: ["no moat here", "no moat here"]))
+    said: list[str] = []
+    parts = assemble(config(models, {"name": "grpo"}), said.append)
+
+    async def start() -> None:
+        async with parts.backstage.running():
+            pass
+
+    asyncio.run(start())
+    assert [line for line in said if "moat" in line] == ["rewards: no moat here"]

@@ -24,6 +24,7 @@ from understudy.config.schema import Config
 from understudy.config.show import show
 from understudy.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
 from understudy.errors import UserError
+from understudy.isolation.contract import Isolation
 from understudy.signals import (
     build_algorithm,
     part_means,
@@ -240,6 +241,25 @@ def test_there_is_a_pool_only_where_there_are_rewards() -> None:
     assert reward_pool(config({"name": "grpo"})) is not None
 
 
+def test_what_a_reward_may_use_reaches_its_process() -> None:
+    asks = {"function": "exact_match", "network": True, "env": ["B_KEY", "A_KEY"], "memory_gb": 0.5, "processes": 3}
+    rewards = {**RIGHT, "asks": {**asks, "output_mb": 2}, "service": {"function": "http_scorer"}}
+    pool = reward_pool(config({"name": "grpo"}, rewards=rewards, seed=11))
+    assert pool is not None
+    assert [crew._isolation for crew in pool._crews] == [
+        Isolation(),
+        Isolation(True, ("A_KEY", "B_KEY"), 500_000_000, 3, 2_000_000),
+        Isolation(network=True),
+    ]
+    assert {crew._work.seed for crew in pool._crews} == {11}
+
+
+def test_variables_of_the_environment_are_given_by_name(tmp_path: Path) -> None:
+    for wrong in ({"KEY": "value"}, ["KEY=value"], "KEY"):
+        said = said_of(tmp_path, {"name": "grpo"}, rewards={"right": {**RIGHT["right"], "env": wrong}})
+        assert said.startswith("rewards.right.env")
+
+
 def test_a_reward_that_the_loop_gave_is_not_judged_again() -> None:
     """The pool is not started: it would refuse to judge."""
     pool = reward_pool(config({"name": "grpo"}))
@@ -348,3 +368,14 @@ def test_config_show_of_a_recipe_without_teachers_lists_none(capsys: pytest.Capt
     assert not [key for key in keys if "teacher" in key]
     assert {"algorithm.name", "algorithm.baseline", "rewards.right.function", "algorithm.clip_high"} <= keys
     assert not {"algorithm.kl_in", "algorithm.importance_cap", "algorithm.objective"} & keys
+
+
+def test_what_a_reward_may_use_is_shown_where_it_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = {**RIGHT["right"], "env": ["MY_KEY"], "memory_gb": 2}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings({"name": "grpo"}, rewards={"right": reward})))
+    assert main(["config", "show", str(path), "--plain"]) == 0
+    shown = {line.partition(" = ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "[MY_KEY]" in shown["rewards.right.env"]
+    assert "2.0" in shown["rewards.right.memory_gb"]
+    assert "rewards.right.network" not in shown

@@ -106,7 +106,7 @@ def assemble(config: RunConfig, report: Report = silent, progress: Progress = un
         queue=queue,
         rollout=Rollout(build.loops(config, stage.tokenizer, send), stage.judges),
         backstage=Embedded(
-            stage.learner, stage.student, stage.teachers, stage.reference, rewards, config.engine.score_every
+            stage.learner, stage.student, stage.teachers, stage.reference, rewards, config.engine.score_every, report
         ),
         stream=stage.prompts.stream(config),
         heldout=stage.prompts.heldout,

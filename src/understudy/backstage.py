@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,6 +71,12 @@ class Backstage(Protocol):
         """Go back to a checkpoint; returns it for the run's own state."""
 
 
+def say_gaps(gaps: Iterable[str], say: Callable[[str], None]) -> None:
+    """Say, once each, what the kernel does not isolate the rewards' processes from."""
+    for gap in dict.fromkeys(gaps):
+        say(f"rewards: {gap}")
+
+
 @dataclass(slots=True)
 class Embedded:
     """All of it in this process."""
@@ -82,6 +88,7 @@ class Embedded:
     reference: Any
     rewards: RewardPool | None
     score_every: int
+    say: Callable[[str], None]
 
     @property
     def engines(self) -> list[Any]:
@@ -95,6 +102,7 @@ class Embedded:
             try:
                 if self.rewards is not None:
                     await self.rewards.start()
+                    say_gaps(self.rewards.gaps, self.say)
                 yield
             finally:
                 if self.rewards is not None:

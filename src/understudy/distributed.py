@@ -20,7 +20,7 @@ from typing import Any
 from understudy import build, stages
 from understudy.agent_loop.worker import EpisodeFailure
 from understudy.assemble import Parts, Prompts
-from understudy.backstage import Learnt
+from understudy.backstage import Learnt, say_gaps
 from understudy.board import BOARD, Board, Started, ask_board, desks
 from understudy.build import Progress
 from understudy.build import Report as Say
@@ -145,12 +145,15 @@ class Distributed:
     workers: tuple[Remote, ...]
     queue: TransferSampleQueue
     rollout: RemoteRollout
+    say: Say
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         processes = [Remote(name, actor) for name, actor in self.queue.actors.items()]
         try:
             await self._ready()
+            found = await asyncio.gather(*(self._if_there(worker, "gaps") for worker in self.workers))
+            say_gaps([gap for gaps in found for gap in gaps or ()], self.say)
             async with needing(processes, self.config.ray.request_deadline, self.queue.release, NO_QUEUE):
                 yield
         finally:
@@ -292,7 +295,7 @@ def assemble_on_ray(config: RunConfig, report: Say, progress: Progress) -> Parts
     vocabulary, prompts = stages.checked(config, prompts, words, report, progress)
     cluster = Cluster(config.ray, config.pools)
     try:
-        backstage = _spawn(config, cluster, vocabulary)
+        backstage = _spawn(config, cluster, vocabulary, report)
         teachers = pools(config, backstage.engines, desks(backstage.board, DRIVER))
     except BaseException:
         cluster.close()
@@ -310,7 +313,7 @@ def assemble_on_ray(config: RunConfig, report: Say, progress: Progress) -> Parts
     )
 
 
-def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int) -> Distributed:
+def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Say) -> Distributed:
     queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
     board = cluster.spawn(Board, BOARD, None, 0, _replicas(config), config.ray.queue)
     homes = Counter(member.pool for member in pool_members(config))
@@ -369,7 +372,7 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int) -> Distributed:
         )
         for number in range(config.pools[place].replicas)
     )
-    return Distributed(config, cluster, board, engines, ranks, workers, queue, RemoteRollout(workers, board))
+    return Distributed(config, cluster, board, engines, ranks, workers, queue, RemoteRollout(workers, board), report)
 
 
 def _replicas(config: RunConfig) -> dict[str, int]:

@@ -264,6 +264,10 @@ class WorkerHost(Host):
             await self.rewards.start()
         return os.getpid()
 
+    async def gaps(self) -> list[str]:
+        """What this machine does not let the rewards' processes be isolated from."""
+        return self.rewards.gaps if self.rewards is not None else []
+
     async def start(self, number: int, order: Order, prompts: list[Prompt]) -> None:
         """Begin; `report` tells how it goes."""
         await self.ready()

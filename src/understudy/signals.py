@@ -145,10 +145,10 @@ def reward_pool(config: RunConfig) -> RewardPool | None:
     if not config.rewards:
         return None
     specs = {
-        name: RewardSpec(reward.function, reward.weight, reward.timeout, _with_toys(reward.options))
+        name: RewardSpec(**{**dict(reward), "options": _with_toys(reward.options)})
         for name, reward in config.rewards.items()
     }
-    return RewardPool(specs, config.plugins)
+    return RewardPool(specs, config.plugins, seed=config.seed)
 
 
 def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:

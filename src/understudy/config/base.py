@@ -17,6 +17,10 @@ class ReadWhen(dict[str, tuple[Any, ...] | Callable[[Any], bool]]):
     """
 
 
+class Rare:
+    """Marks a field that `config show` lists only where it is set: its default says the same of many sections."""
+
+
 ON_RAY = ReadWhen({"runtime": ("ray",)})
 
 

@@ -22,7 +22,7 @@ from understudy.config.algorithms import (
     Ppo,
     Reinforcement,
 )
-from understudy.config.base import ON_RAY, ReadWhen, Section
+from understudy.config.base import ON_RAY, Rare, ReadWhen, Section
 from understudy.config.measures import best_mistake
 from understudy.config.pools import fill_pools, pool_mistakes
 
@@ -276,6 +276,16 @@ class Reward(Section):
     """Seconds that one judgement may take; then its process is killed and the episode marked."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function."""
+    network: Annotated[bool | None, Rare()] = None
+    """Whether it may use the network; unless said here, only http_scorer may."""
+    env: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...], Rare()] = ()
+    """Names of environment variables that it sees; their values are those of the run and are never written down."""
+    memory_gb: Annotated[float, Rare()] = Field(4.0, gt=0)
+    """Gigabytes of memory that its process and all that it started may hold; then they are killed."""
+    processes: Annotated[int, Rare()] = Field(32, ge=1)
+    """Processes that it may be, with all that it started."""
+    output_mb: Annotated[float, Rare()] = Field(1.0, gt=0)
+    """Megabytes that it may print in one second."""
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from understudy.config.base import ReadWhen
+from understudy.config.base import Rare, ReadWhen
 from understudy.config.explain import description
 from understudy.config.load import Loaded, leaves
 from understudy.config.schema import RunConfig
@@ -27,11 +27,13 @@ class Row(NamedTuple):
 
 
 def show(loaded: Loaded) -> list[Row]:
-    """The settings that this run reads, in schema order; those that its other settings rule out are left out."""
+    """The settings that this run reads, in schema order; those that its other settings rule out are left out, and rare
+    ones that have their defaults."""
     return [
         Row(".".join(path), value, loaded.origins[".".join(path)], description(fields[-1]))
         for path, value, fields in leaves(loaded.config)
         if all(_is_read(field, loaded.config) for field in fields)
+        and not (loaded.origins[".".join(path)] == DEFAULT and any(isinstance(m, Rare) for m in fields[-1].metadata))
     ]
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from understudy.isolation.contract import Isolation
+
 
 @dataclass(frozen=True, slots=True)
 class Media:
@@ -52,6 +54,9 @@ OptionsCheck = Callable[..., None]
 REWARDS: dict[str, Reward] = {}
 """Every reward by the name that recipes use."""
 
+NETWORKED = frozenset({"http_scorer"})
+"""Rewards of the package that are of no use without a network."""
+
 CHECKS: dict[str, OptionsCheck] = {}
 """Checks of options that a signature cannot express, by the name of the reward."""
 
@@ -85,6 +90,38 @@ class RewardSpec:
     """seconds that one answer may take"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """keyword arguments of the function"""
+    network: bool | None = None
+    """whether it may use the network; None: only if it is one of NETWORKED"""
+    env: tuple[str, ...] = ()
+    """names of the run's environment variables that it sees, besides those that every reward sees"""
+    memory_gb: float = 4.0
+    """gigabytes of memory that its process may hold, with all that it started"""
+    processes: int = 32
+    """processes that it may be, with all that it started"""
+    output_mb: float = 1.0
+    """megabytes that it may print in one second"""
+
+    @property
+    def isolation(self) -> Isolation:
+        """What its process may see and use. Rewards that are alike in this share a process."""
+        return Isolation(
+            self.function in NETWORKED if self.network is None else self.network,
+            tuple(sorted(set(self.env))),
+            int(self.memory_gb * 1e9),
+            self.processes,
+            int(self.output_mb * 1e6),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a process that runs rewards is told at its start."""
+
+    specs: Mapping[str, RewardSpec]
+    """by name, in the order in which they are run"""
+    plugins: tuple[str, ...] = ()
+    seed: int = 0
+    """of the run: random numbers of a reward derive from it and from the answer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +133,5 @@ class Judgement:
     parts: Mapping[str, float]
     """unweighted value of each reward, by its name in the run; after a failure, of those that were run before it"""
     failure: str | None = None
-    """which reward failed, and how: it raised, timed out, returned what is not a finite number, or its worker died"""
+    """which reward failed, and how: it raised, timed out, returned what is not a finite number, passed a limit, or its
+    worker died"""

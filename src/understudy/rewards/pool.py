@@ -1,22 +1,27 @@
-"""Rewards in worker processes that can be killed.
+"""Rewards in worker processes that are isolated and can be killed.
 
 A reward that hangs, even inside a regular expression that never lets go of the interpreter, loses its process when its
-timeout passes. A new process takes its place; answers that wait for one are not affected, and their clocks start only
-when their reward does.
+timeout passes; so does one that passes a limit of memory, processes or output. A new process takes its place; answers
+that wait for one are not affected, and their clocks start only when their reward does.
+
+Rewards that may see and use the same things share a process; the others have processes of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self, get_args
 
 from understudy.errors import UserError
+from understudy.isolation.contract import Isolation
+from understudy.isolation.guard import Ended
 from understudy.rewards import wire
-from understudy.rewards.contract import Answer, Judgement, RewardSpec
+from understudy.rewards.contract import Answer, Judgement, RewardSpec, Work
 from understudy.rewards.process import START_DEADLINE, WorkerLost, WorkerProcess, launch
 
 BEGIN_DEADLINE = 60.0
@@ -32,8 +37,25 @@ AHEAD = 8
 without waiting for the pool. Among several workers each has one, so that none waits behind a slow one."""
 
 
-Counted = Literal["scored", "raised", "not_finite", "timed_out", "died", "restarted"]
-"""What became of answers (each is in one of the first five), and workers that were replaced, whatever the reason."""
+Counted = Literal[
+    "scored",
+    "raised",
+    "not_finite",
+    "timed_out",
+    "too_much_memory",
+    "too_many_processes",
+    "too_much_output",
+    "died",
+    "restarted",
+]
+"""What became of answers (each is in one of them), and, last, workers that were replaced, whatever the reason."""
+
+LIMITS: dict[str, tuple[Counted, str]] = {
+    "memory": ("too_much_memory", "memory_gb"),
+    "processes": ("too_many_processes", "processes"),
+    "output": ("too_much_output", "output_mb"),
+}
+"""By the guard's name of a limit: where an answer whose reward passes it is counted, and the setting that raises it."""
 
 
 class _Failed(Exception):
@@ -67,6 +89,9 @@ class RewardPool:
 
     async with RewardPool({"right": RewardSpec("numeric")}, processes=2) as pool:
         judgement = await pool.score(Answer("What is 6 times 7?", "It is 42.", ground_truth="42"))
+
+    `processes`: of each isolation that the rewards ask for. `seed`: of the run; what a reward draws at random depends
+    on it and on the answer alone.
     """
 
     def __init__(
@@ -75,6 +100,7 @@ class RewardPool:
         plugins: Sequence[str] = (),
         processes: int = 1,
         *,
+        seed: int = 0,
         start_deadline: float = START_DEADLINE,
     ) -> None:
         if not specs:
@@ -83,14 +109,14 @@ class RewardPool:
             raise UserError(f"rewards: at least one process is needed, got {processes}")
         self.counts: dict[Counted, int] = dict.fromkeys(get_args(Counted), 0)
         self._specs = dict(specs)
-        self._plugins = tuple(plugins)
-        self._processes = processes
-        self._start_deadline = start_deadline
-        self._idle: asyncio.Queue[_Seat | None] = asyncio.Queue()
-        """seats, as often as their workers take one more answer"""
-        self._seats: list[_Seat] = []
-        self._ending: set[WorkerProcess] = set()
-        self._started = self._closed = False
+        alike: dict[Isolation, dict[str, RewardSpec]] = {}
+        for name, spec in specs.items():
+            alike.setdefault(spec.isolation, {})[name] = spec
+        self._crews = [
+            _Crew(Work(group, tuple(plugins), seed), isolation, processes, start_deadline, self.counts)
+            for isolation, group in alike.items()
+        ]
+        self._started = False
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -104,30 +130,44 @@ class RewardPool:
     @property
     def pids(self) -> list[int]:
         """Processes that are ready or at work."""
-        return [seat.worker.result().pid for seat in self._seats if _is_ready(seat.worker)]
+        return [pid for crew in self._crews for pid in crew.pids]
+
+    @property
+    def gaps(self) -> list[str]:
+        """What the kernel did not let us isolate, in sentences; known after the start."""
+        return list(dict.fromkeys(gap for crew in self._crews for gap in crew.gaps))
 
     async def start(self) -> None:
         """Start the workers. UserError with everything that is wrong with plugins, names, options and numbers."""
         if self._started:
             raise RuntimeError("the reward pool was started before")
         self._started = True
-        self._seats = [_Seat(asyncio.create_task(self._launch(None))) for _ in range(self._processes)]
+        if problems := list(_unset_variables(self._specs)):
+            raise UserError("\n".join(problems))
         try:
-            await asyncio.gather(*(seat.worker for seat in self._seats))
+            found = await asyncio.gather(*(crew.start() for crew in self._crews), return_exceptions=True)
+            for error in found:
+                if error is not None and not isinstance(error, UserError):
+                    raise error
+            if mistakes := [line for error in found if error is not None for line in str(error).splitlines()]:
+                raise UserError("\n".join(dict.fromkeys(mistakes)))
         except BaseException:
             await self.close()
             raise
-        for _ in range(AHEAD if self._processes == 1 else 1):
-            for seat in self._seats:
-                self._idle.put_nowait(seat)
 
     async def score(self, answer: Answer) -> Judgement:
-        """Run every reward on the answer, in the order of the specs, up to the first that fails."""
+        """Run every reward on the answer, up to the first that fails. Those of one process are run in the order of the
+        specs, after those of the processes of earlier ones."""
         if not self._started:
             raise RuntimeError("start the reward pool before scoring: `await pool.start()`")
         parts: dict[str, float] = {}
         try:
-            await self._run(answer, parts)
+            try:
+                frame = wire.frame(pickle.dumps(answer))
+            except Exception as error:
+                raise _Failed("raised", f"the answer cannot be sent to a worker; pickling raised: {error!r}") from None
+            for crew in self._crews:
+                await crew.run(frame, parts)
             reward = math.fsum(spec.weight * parts[name] for name, spec in self._specs.items())
             if not math.isfinite(reward):
                 raise _Failed("not_finite", f"the weighted sum of the rewards is not a finite number: {reward}")
@@ -139,8 +179,42 @@ class RewardPool:
 
     async def close(self) -> None:
         """End every process, also those at work; answers that are not judged yet raise RuntimeError. Safe to repeat."""
+        await asyncio.gather(*(crew.close() for crew in self._crews))
+
+
+class _Crew:
+    """Processes that are isolated in the same way, and the rewards that they run."""
+
+    def __init__(
+        self, work: Work, isolation: Isolation, processes: int, start_deadline: float, counts: dict[Counted, int]
+    ) -> None:
+        self.idle: asyncio.Queue[_Seat | None] = asyncio.Queue()
+        """seats, as often as their workers take one more answer"""
+        self.gaps: list[str] = []
+        self._work = work
+        self._isolation = isolation
+        self._processes = processes
+        self._start_deadline = start_deadline
+        self._counts = counts
+        self._seats: list[_Seat] = []
+        self._ending: set[WorkerProcess] = set()
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [seat.worker.result().pid for seat in self._seats if _is_ready(seat.worker)]
+
+    async def start(self) -> None:
+        self._seats = [_Seat(asyncio.create_task(self._launch(None))) for _ in range(self._processes)]
+        workers = await asyncio.gather(*(seat.worker for seat in self._seats))
+        self.gaps = workers[0].gaps
+        for _ in range(AHEAD if self._processes == 1 else 1):
+            for seat in self._seats:
+                self.idle.put_nowait(seat)
+
+    async def close(self) -> None:
         self._closed = True
-        self._idle.put_nowait(None)
+        self.idle.put_nowait(None)
         workers = [seat.worker for seat in self._seats]
         for worker in workers:
             if _is_ready(worker):
@@ -152,12 +226,8 @@ class RewardPool:
         self._seats = []
         await asyncio.gather(*(worker.reap() for worker in self._ending))
 
-    async def _run(self, answer: Answer, parts: dict[str, float]) -> None:
+    async def run(self, frame: bytes, parts: dict[str, float]) -> None:
         """Fill in the parts; _Failed at the first that cannot be had."""
-        try:
-            frame = wire.frame(pickle.dumps(answer))
-        except Exception as error:
-            raise _Failed("raised", f"the answer cannot be sent to a worker; pickling raised: {error!r}") from None
         lost = 0
         while lost < ATTEMPTS:
             seat, worker = await self._acquire()
@@ -181,9 +251,9 @@ class RewardPool:
             async with worker.turn:
                 if worker.spent:
                     raise _NotBegun(behind=True)
-                for name, spec in self._specs.items():
-                    await self._begun(worker, first=not parts)
-                    parts[name] = await self._value(worker, f"reward {name!r} ({spec.function})", spec.timeout)
+                for number, (name, spec) in enumerate(self._work.specs.items()):
+                    await self._begun(worker, name, first=number == 0)
+                    parts[name] = await self._value(worker, name, spec)
             at_rest = True
         except _Failed as failed:
             at_rest = failed.at_rest
@@ -192,7 +262,7 @@ class RewardPool:
             if not at_rest:
                 worker.spend()
 
-    async def _begun(self, worker: WorkerProcess, *, first: bool) -> None:
+    async def _begun(self, worker: WorkerProcess, name: str, *, first: bool) -> None:
         """Wait until the worker says that the next reward runs."""
         try:
             report = await worker.receive(BEGIN_DEADLINE)
@@ -201,20 +271,21 @@ class RewardPool:
         except WorkerLost:
             if first:
                 raise _NotBegun(behind=False) from None
-            raise _Failed("died", "the worker died between two rewards") from None
+            raise _lost(await worker.end(), "the worker died between two rewards", name) from None
         if report["kind"] == "unreadable":
             why = f"the worker cannot read the answer; that raised: {report['why']}"
             raise _Failed("raised", why, at_rest=True)
 
-    async def _value(self, worker: WorkerProcess, who: str, timeout: float) -> float:
+    async def _value(self, worker: WorkerProcess, name: str, spec: RewardSpec) -> float:
         """What the running reward returns."""
+        who, timeout = f"reward {name!r} ({spec.function})", spec.timeout
         late = _Failed("timed_out", f"{who} timed out after {timeout:g} s")
         try:
             report = await worker.receive(timeout)
         except TimeoutError:
             raise late from None
         except WorkerLost:
-            raise _Failed("died", f"{who}: the worker died while it ran ({await worker.end()})") from None
+            raise _lost(await worker.end(), f"{who}: the worker died while it ran", name) from None
         if report["seconds"] > timeout:
             raise late
         if report["kind"] == "raised":
@@ -228,14 +299,14 @@ class RewardPool:
         if old is not None:
             await old.reap()
             self._ending.discard(old)
-        return await launch(self._specs, self._plugins, self._start_deadline)
+        return await launch(self._work, self._isolation, self._start_deadline)
 
     async def _acquire(self) -> tuple[_Seat, WorkerProcess]:
         """A worker for one answer, first come, first served. UserError if one cannot be started any more."""
         while True:
-            seat = await self._idle.get()
+            seat = await self.idle.get()
             if seat is None:
-                self._idle.put_nowait(None)
+                self.idle.put_nowait(None)
                 raise RuntimeError(CLOSED)
             starting = seat.worker
             try:
@@ -243,12 +314,12 @@ class RewardPool:
             except asyncio.CancelledError:
                 if starting.cancelled():
                     raise RuntimeError(CLOSED) from None
-                self._idle.put_nowait(seat)
+                self.idle.put_nowait(seat)
                 raise
             except Exception:
                 if seat.worker is starting:
                     seat.worker = asyncio.create_task(self._launch(None))
-                self._idle.put_nowait(seat)
+                self.idle.put_nowait(seat)
                 raise
             if worker.usable:
                 return seat, worker
@@ -261,9 +332,27 @@ class RewardPool:
         if not worker.usable and _is_ready(seat.worker) and seat.worker.result() is worker:
             worker.kill()
             self._ending.add(worker)
-            self.counts["restarted"] += 1
+            self._counts["restarted"] += 1
             seat.worker = asyncio.create_task(self._launch(worker))
-        self._idle.put_nowait(seat)
+        self.idle.put_nowait(seat)
+
+
+def _unset_variables(specs: Mapping[str, RewardSpec]) -> Iterator[str]:
+    for name, spec in specs.items():
+        for variable in spec.env:
+            if variable not in os.environ:
+                yield (
+                    f"rewards.{name}.env: {variable} is not set in the environment of the run: set it, or remove it "
+                    "from the list"
+                )
+
+
+def _lost(ended: Ended, died: str, name: str) -> _Failed:
+    """Why an answer has no reward when its worker is gone."""
+    if not ended["broke"]:
+        return _Failed("died", f"{died} ({ended['how']})")
+    outcome, setting = LIMITS[ended["broke"]]
+    return _Failed(outcome, f"reward {name!r} was stopped: {ended['why']}; rewards.{name}.{setting} sets the limit")
 
 
 def _is_ready(worker: asyncio.Task[WorkerProcess]) -> bool:

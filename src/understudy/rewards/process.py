@@ -1,23 +1,21 @@
-"""One worker process as the pool holds it: started, talked to over a socket, killed, reaped."""
+"""One worker process as the pool holds it: started in isolation, talked to over a socket, killed, reaped."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
-import signal
 import socket
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
 from understudy.errors import UserError
+from understudy.isolation.contract import Isolation
+from understudy.isolation.guard import Ended
+from understudy.isolation.process import IsolatedProcess
 from understudy.rewards import wire
-from understudy.rewards.contract import RewardSpec
+from understudy.rewards.contract import Work
 
 START_DEADLINE = 120.0
 """Seconds to start Python and load the plugins, which may import torch on a busy machine."""
@@ -25,6 +23,10 @@ START_DEADLINE = 120.0
 
 LAST_MOMENT = 1.0
 """Seconds from the end of a worker's socket to the end of its process."""
+
+
+LONGEST_REPORT = 1 << 20
+"""Bytes of one message from a worker."""
 
 
 class WorkerLost(ConnectionError):
@@ -42,15 +44,26 @@ class _Link(asyncio.Protocol):
     def __init__(self, ours: socket.socket) -> None:
         self.lost = False
         self._ours = ours
-        self._frames = wire.Frames()
+        self.garbled: str | None = None
+        """what is wrong with the bytes that came, if they are no reports"""
+        self._frames = wire.Frames(LONGEST_REPORT)
+        self._transport: asyncio.Transport | None = None
         self._inbox: deque[wire.Report] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._deaf = False
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._deaf or self.garbled is not None:
             return
-        self._inbox.extend(cast(wire.Report, json.loads(message)) for message in self._frames.feed(data))
+        try:
+            self._inbox.extend(cast(wire.Report, json.loads(message)) for message in self._frames.feed(data))
+        except ValueError as error:
+            self.garbled = str(error)
+            if self._transport is not None:
+                self._transport.abort()
         if self._inbox:
             self._wake()
 
@@ -91,7 +104,7 @@ class WorkerProcess:
     """A process that is ready to judge answers. Made by `launch`. It judges in the order in which answers are sent;
     whoever sent one takes its turn, and then receives. That may be after the process ended: what it had said counts."""
 
-    def __init__(self, process: subprocess.Popen[bytes], link: _Link, transport: asyncio.Transport) -> None:
+    def __init__(self, process: IsolatedProcess, link: _Link, transport: asyncio.Transport) -> None:
         self._process = process
         self._link = link
         self._transport = transport
@@ -102,20 +115,14 @@ class WorkerProcess:
         """held by whoever receives; a lock is taken in the order in which it was asked for"""
 
     @classmethod
-    async def open(cls) -> WorkerProcess:
-        """Start Python. The caller's thread becomes the one whose end ends the worker, so it must be the loop's."""
+    async def open(cls, isolation: Isolation) -> WorkerProcess:
+        """Start Python. It uses one thread, and iterates over sets in the same order every time."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "understudy.rewards.worker", str(theirs.fileno()), str(os.getpid())]
+        program = ["-m", "understudy.rewards.worker", str(theirs.fileno())]
+        extra = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         try:
             with theirs:
-                process = subprocess.Popen(
-                    command,
-                    env=_environment(),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    start_new_session=True,
-                )
+                process = IsolatedProcess.start(program, isolation, pass_fds=[theirs.fileno()], extra=extra)
         except BaseException:
             ours.close()
             raise
@@ -123,8 +130,7 @@ class WorkerProcess:
             transport, link = await asyncio.get_running_loop().create_unix_connection(lambda: _Link(ours), sock=ours)
         except BaseException:
             ours.close()
-            process.kill()
-            process.wait()
+            process.end()
             raise
         return cls(process, link, transport)
 
@@ -142,27 +148,33 @@ class WorkerProcess:
     async def receive(self, seconds: float) -> wire.Report:
         return await self._link.receive(seconds)
 
-    async def prepare(self, specs: Mapping[str, RewardSpec], plugins: Sequence[str], deadline: float) -> None:
+    @property
+    def gaps(self) -> list[str]:
+        """What the kernel did not let us isolate."""
+        return self._process.gaps
+
+    async def prepare(self, work: Work, deadline: float) -> None:
         """Have plugins loaded and settings checked. UserError if they are refused or the worker does not get there."""
-        self.send(wire.frame(pickle.dumps((dict(specs), tuple(plugins)))))
+        self.send(wire.frame(pickle.dumps(work)))
+        plugins = work.plugins
         loading = f" while it loaded the plugins {', '.join(plugins)}" if plugins else ""
         try:
             report = await self.receive(deadline)
         except TimeoutError:
             raise UserError(f"rewards: a worker process was not ready after {deadline:g} s{loading}") from None
         except WorkerLost:
-            status = await self.end()
-            ended = loading or " at its start"
-            raise UserError(f"rewards: a worker process ended{ended} ({status})") from None
+            ended, when = await self.end(), loading or " at its start"
+            if ended["broke"]:
+                raise UserError(f"rewards: a worker process was stopped{when}: {ended['why']}") from None
+            raise UserError(f"rewards: a worker process ended{when} ({ended['how']})") from None
         if report["kind"] == "refused":
             raise UserError("\n".join(report["problems"]))
 
     def kill(self) -> None:
-        """SIGKILL to the process and to whatever it started in its group. Safe to repeat."""
+        """SIGKILL to the process and to whatever it started. Safe to repeat."""
         if not self._killed:
             self._killed = True
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._transport.abort()
 
     def spend(self) -> None:
@@ -171,30 +183,26 @@ class WorkerProcess:
         self._link.forget()
         self.kill()
 
-    async def end(self) -> str:
+    async def end(self) -> Ended:
         """Of one that has closed its end: it gets a moment to die by itself, so that how it ended is its own doing."""
-        with suppress(subprocess.TimeoutExpired):
+        if self._link.garbled is not None:
+            self.kill()
+            return {**await self.reap(), "broke": "output", "why": f"it sent {self._link.garbled}"}
+        with suppress(TimeoutError):
             await asyncio.to_thread(self._process.wait, LAST_MOMENT)
         self.kill()
         return await self.reap()
 
-    async def reap(self) -> str:
-        """Wait until the killed process is gone; says how it ended."""
-        code = await asyncio.to_thread(self._process.wait)
-        return f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    async def reap(self) -> Ended:
+        """Wait until the killed process is gone, with all that it started; says how it ended."""
+        return await asyncio.to_thread(self._process.end)
 
 
-def _environment() -> dict[str, str]:
-    """The worker finds the same modules, uses one thread, and iterates over sets in the same order every time."""
-    paths = os.pathsep.join(sys.path)
-    return {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-
-
-async def launch(specs: Mapping[str, RewardSpec], plugins: Sequence[str], deadline: float) -> WorkerProcess:
+async def launch(work: Work, isolation: Isolation, deadline: float) -> WorkerProcess:
     """A worker that is ready. Whatever goes wrong, and if this is cancelled, no process is left."""
-    worker = await WorkerProcess.open()
+    worker = await WorkerProcess.open(isolation)
     try:
-        await worker.prepare(specs, plugins, deadline)
+        await worker.prepare(work, deadline)
     except BaseException:
         worker.kill()
         await worker.reap()

@@ -31,17 +31,25 @@ def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-class Frames:
-    """Cuts a stream of bytes into the messages it is made of."""
+class TooLong(ValueError):
+    """A message announces more bytes than are taken."""
 
-    def __init__(self) -> None:
+
+class Frames:
+    """Cuts a stream of bytes into the messages it is made of. TooLong at one of more than `longest` bytes."""
+
+    def __init__(self, longest: int | None = None) -> None:
         self._bytes = bytearray()
+        self._longest = longest
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add what was read; yields every message that is now whole."""
         self._bytes += data
         while len(self._bytes) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
+            length = _LENGTH.unpack_from(self._bytes)[0]
+            if self._longest is not None and length > self._longest:
+                raise TooLong(f"a message of {length} bytes, at most {self._longest} are taken")
+            end = _LENGTH.size + length
             if len(self._bytes) < end:
                 return
             message = bytes(self._bytes[_LENGTH.size : end])

@@ -1,4 +1,4 @@
-"""The process that runs rewards: `python -m understudy.rewards.worker SOCKET PARENT`.
+"""The process that runs rewards: `python -m understudy.rewards.worker SOCKET`, isolated by whoever starts it.
 
 It loads the built-in rewards and the plugins, checks the settings, says `ready` or `refused`, and then answers one
 answer after the other until the socket closes. It may be killed at any instant.
@@ -6,7 +6,7 @@ answer after the other until the socket closes. It may be killed at any instant.
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import hashlib
 import importlib.util
 import inspect
@@ -15,7 +15,6 @@ import math
 import os
 import pickle
 import random
-import signal
 import socket
 import sys
 import time
@@ -24,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 from understudy.rewards import (
     classifier,
@@ -38,30 +36,22 @@ from understudy.rewards import (
     shapes,
     wire,
 )
-from understudy.rewards.contract import CHECKS, REWARDS, Answer, Reward, RewardSpec
+from understudy.rewards.contract import CHECKS, REWARDS, Answer, RewardSpec, Work
 
 BUILT_IN = (classifier, compressibility, exact_match, http_scorer, json_schema, numeric, ocr, pattern, shapes)
 """Importing them has registered their rewards."""
 
-_PR_SET_PDEATHSIG = 1
+_NO_NETWORK = frozenset({errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL})
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until the parent closes the socket or dies. Threads that a reward left behind do not delay the end."""
-    _die_with(parent=int(argv[2]))
+    """Serve until the pool closes the socket. Threads that a reward left behind do not delay the end."""
     with socket.socket(fileno=int(argv[1])) as link:
         link.set_inheritable(False)
         serve(link)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def serve(link: socket.socket) -> None:
@@ -71,8 +61,8 @@ def serve(link: socket.socket) -> None:
         link.sendall(wire.frame(json.dumps(message).encode()))
 
     messages = _messages(link)
-    specs, plugins = pickle.loads(next(messages))
-    problems = find_problems(specs, plugins)
+    work: Work = pickle.loads(next(messages))
+    problems = find_problems(work.specs, work.plugins)
     report({"kind": "refused", "problems": problems} if problems else {"kind": "ready"})
     for message in messages:
         try:
@@ -80,9 +70,9 @@ def serve(link: socket.socket) -> None:
         except Exception as error:
             report({"kind": "unreadable", "why": describe(error)})
             continue
-        for name, spec in specs.items():
+        for name, spec in work.specs.items():
             report({"kind": "started"})
-            verdict = run(name, REWARDS[spec.function], spec.options, answer)
+            verdict = run(name, spec, answer)
             report(verdict)
             if verdict["kind"] != "value":
                 break
@@ -94,14 +84,14 @@ def _messages(link: socket.socket) -> Iterator[bytes]:
         yield from frames.feed(data)
 
 
-def run(name: str, function: Reward, options: Mapping[str, Any], answer: Answer) -> wire.Report:
+def run(name: str, spec: RewardSpec, answer: Answer) -> wire.Report:
     """Call one reward. Random numbers depend on the answer alone, not on what was judged before it."""
     _seed(name, answer)
     begin = time.monotonic()
     try:
-        value = function(answer, **options)
+        value = REWARDS[spec.function](answer, **spec.options)
     except BaseException as error:
-        verdict: wire.Report = {"kind": "raised", "why": describe(error)}
+        verdict: wire.Report = {"kind": "raised", "why": describe(error) + _advice(name, spec, error)}
     else:
         verdict = _checked(value)
     return {**verdict, "seconds": time.monotonic() - begin}
@@ -130,6 +120,23 @@ def _seed(name: str, answer: Answer) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)
+
+
+def _advice(name: str, spec: RewardSpec, error: BaseException | None) -> str:
+    """Which setting would help a reward that misses what it is not given."""
+    while error is not None:
+        if not spec.isolation.network and (
+            isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _NO_NETWORK)
+        ):
+            return f"; rewards have no network unless rewards.{name}.network is true"
+        if isinstance(error, KeyError) and error.__traceback__ is not None and _from_environ(error):
+            return f"; rewards see a variable of the environment if rewards.{name}.env names it"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _from_environ(error: KeyError) -> bool:
+    return any(frame.filename in ("<frozen os>", os.__file__) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def describe(error: BaseException) -> str:
