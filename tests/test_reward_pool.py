@@ -325,6 +325,63 @@ def test_two_hundred_answers_in_any_order_through_any_number_of_processes(plugin
     assert len({reward for reward, _ in first.values()}) > 180
 
 
+DICE = """
+import os, random
+from understudy.rewards.contract import register_reward
+
+AT_IMPORT = random.random()
+
+@register_reward("python")
+def python(answer):
+    if answer.text == "exit":
+        os._exit(1)
+    return AT_IMPORT + random.random()
+
+@register_reward("numpy")
+def numpy(answer):
+    import numpy
+    return numpy.random.random() + numpy.random.random()
+
+@register_reward("torch")
+def torch(answer):
+    import torch
+    return float(torch.rand(()) + torch.rand(()))
+"""
+
+
+def test_random_numbers_are_those_of_the_answer_also_from_modules_imported_late(tmp_path: Path) -> None:
+    """numpy and torch come into a process with the first answer that it judges, which is another one each time."""
+    plugin = tmp_path / "dice.py"
+    plugin.write_text(DICE)
+    specs = {name: RewardSpec(name, timeout=60.0) for name in ("python", "numpy", "torch")}
+    seen: dict[str, list[dict[str, float]]] = {"a": [], "b": []}
+
+    async def use(pool: RewardPool) -> None:
+        for text in ("a", "b", "exit", "b", "a"):
+            judgement = await pool.score(answer(text))
+            if text != "exit":
+                assert judgement.failure is None
+                seen[text].append(dict(judgement.parts))
+
+    with_pool(RewardPool(specs, [str(plugin)]), use)
+    for first, again in seen.values():
+        assert first == again
+    assert all(seen["a"][0][name] != seen["b"][0][name] for name in specs)
+
+
+def test_random_numbers_depend_on_the_seed_of_the_run(plugin: str) -> None:
+    def drawn(**settings: int) -> float | None:
+        found: list[float | None] = []
+
+        async def use(pool: RewardPool) -> None:
+            found.append((await pool.score(answer("random"))).reward)
+
+        with_pool(RewardPool({"own": act()}, [plugin], **settings), use)
+        return found[0]
+
+    assert drawn() == drawn(seed=0) != drawn(seed=2**40)
+
+
 def test_an_answer_larger_than_any_buffer(plugin: str) -> None:
     async def use(pool: RewardPool) -> None:
         assert (await pool.score(Answer("p" * 5_000_000, "value 1"))).reward == 1.0

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import pickle
-import random
 import socket
 import sys
 import time
@@ -33,6 +32,7 @@ from understudy.rewards import (
     numeric,
     ocr,
     pattern,
+    seeds,
     shapes,
     wire,
 )
@@ -62,7 +62,8 @@ def serve(link: socket.socket) -> None:
 
     messages = _messages(link)
     work: Work = pickle.loads(next(messages))
-    problems = find_problems(work.specs, work.plugins)
+    seeds.on_import(work.seed)
+    problems = find_problems(work.specs, work.plugins, work.seed)
     report({"kind": "refused", "problems": problems} if problems else {"kind": "ready"})
     for message in messages:
         try:
@@ -72,7 +73,7 @@ def serve(link: socket.socket) -> None:
             continue
         for name, spec in work.specs.items():
             report({"kind": "started"})
-            verdict = run(name, spec, answer)
+            verdict = run(name, spec, answer, work.seed)
             report(verdict)
             if verdict["kind"] != "value":
                 break
@@ -84,9 +85,9 @@ def _messages(link: socket.socket) -> Iterator[bytes]:
         yield from frames.feed(data)
 
 
-def run(name: str, spec: RewardSpec, answer: Answer) -> wire.Report:
-    """Call one reward. Random numbers depend on the answer alone, not on what was judged before it."""
-    _seed(name, answer)
+def run(name: str, spec: RewardSpec, answer: Answer, seed: int = 0) -> wire.Report:
+    """Call one reward. Random numbers depend on the run's seed and the answer alone, not on what was judged before."""
+    seeds.plant(_derive(seed, name, answer))
     begin = time.monotonic()
     try:
         value = REWARDS[spec.function](answer, **spec.options)
@@ -110,16 +111,13 @@ def _checked(value: object) -> wire.Report:
     return {"kind": "value", "value": number}
 
 
-def _seed(name: str, answer: Answer) -> None:
-    text = repr((name, answer.prompt, answer.text))
+def _derive(seed: int, name: str, answer: Answer) -> int:
+    """32 bits, which is as much as numpy takes."""
+    text = repr((seed, name, answer.prompt, answer.text))
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4)
     if answer.media is not None:
         digest.update(answer.media.data)
-    seed = int.from_bytes(digest.digest())
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
+    return int.from_bytes(digest.digest())
 
 
 def _advice(name: str, spec: RewardSpec, error: BaseException | None) -> str:
@@ -158,9 +156,13 @@ def _cut(text: str, limit: int = 400) -> str:
     return text if len(text) <= limit else text[:limit] + " …"
 
 
-def find_problems(specs: Mapping[str, RewardSpec], plugins: Sequence[str]) -> list[str]:
+def find_problems(specs: Mapping[str, RewardSpec], plugins: Sequence[str], seed: int = 0) -> list[str]:
     """Load the plugins and say everything that is wrong with the settings."""
-    problems = [problem for path in plugins if (problem := load_plugin(path))]
+    problems = []
+    for path in plugins:
+        seeds.plant(seed)
+        if problem := load_plugin(path):
+            problems.append(problem)
     for name, spec in specs.items():
         problems += [f"rewards.{name}.{problem}" for problem in _spec_problems(spec)]
     return problems
