@@ -127,7 +127,7 @@ SHARP = 30.0
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd", "skewed_kl"])
 def test_the_full_payload_is_exact_however_sharp_the_teacher(objective: str, seed: int) -> None:
-    """Against float64, without a floor. A floor of −30 is off by several percent here, and says so."""
+    """Against float64, without a floor. With a floor of −30 the gradient is another, and the first line says so."""
     logits, teacher = random(3, VOCABULARY, seed=seed), SHARP * random(3, VOCABULARY, seed=seed + 50)
     assert float(teacher.log_softmax(-1).min()) < -60
     ids = torch.zeros(3, dtype=torch.int64)
