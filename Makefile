@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test check bench prove clean setup
+.PHONY: quickstart test check bench prove mutants clean setup
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ bench: $(READY)
 	$(BIN)/python -m bench.queue_bandwidth
 	$(BIN)/python -m bench.rollout_path
 	$(BIN)/python -m bench.flow_step
+
+# Faults in the code that decides what is learned; the tests must notice them. About an hour.
+mutants: $(READY)
+	$(BIN)/python -m mutants.run
 
 prove: $(READY)
 	$(BIN)/python proofs/run.py
