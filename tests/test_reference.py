@@ -117,8 +117,7 @@ def test_a_window_that_packs_ignore_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         check()(windowed(), batch, alone)
 
 
-def test_a_decoder_that_ignores_windows_is_noticed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`visible` is what packs and decoding share."""
+def test_masks_of_packs_that_ignore_windows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = windowed()
     monkeypatch.setattr(packing, "visible", lambda sight, own, seen: seen <= own)
     with pytest.raises(UserError, match="wrong probabilities"):
