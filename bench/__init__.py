@@ -1,1 +1,1 @@
-"""Benchmarks of understudy: one on-policy distillation step beside the same step in TRL."""
+"""Benchmarks of tutelage: one on-policy distillation step beside the same step in TRL."""

@@ -13,7 +13,7 @@ def sample_queue(**settings: Any) -> Iterator[Any]:
     that ends with the block."""
     import ray
 
-    from understudy.queue.transfer_queue import start
+    from tutelage.queue.transfer_queue import start
 
     running = ray.is_initialized()
     if not running:

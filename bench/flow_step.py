@@ -1,11 +1,11 @@
-"""One FlowGRPO iteration on digits: understudy against the flat script that does the same work without a framework.
+"""One FlowGRPO iteration on digits: tutelage against the flat script that does the same work without a framework.
 
     python -m bench.flow_step                 medians of both sides and their ratio
-    python -m bench.flow_step --profile       where the time of one step of understudy goes
+    python -m bench.flow_step --profile       where the time of one step of tutelage goes
     python -m bench.flow_step --tiny          one step of each side: shows that both run
 
 Both sides live in this process, on one thread, with the same model, sizes and number of updates, and take turns.
-A step of understudy is `understudy.train.step` of recipes/flow_grpo_digits.yaml: rollout through agent loops, rewards
+A step of tutelage is `tutelage.train.step` of recipes/flow_grpo_digits.yaml: rollout through agent loops, rewards
 in their worker process, metrics and record included; evaluation and checkpoints are not part of a step.
 """
 
@@ -29,19 +29,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import flow_flat
-from understudy.config.load import dump, load
-from understudy.data.prompts import load_prompts
-from understudy.record.display import Display
-from understudy.record.run_directory import RunDirectory
-from understudy.train import Run, open_run
-from understudy.train import step as train_step
+from tutelage.config.load import dump, load
+from tutelage.data.prompts import load_prompts
+from tutelage.record.display import Display
+from tutelage.record.run_directory import RunDirectory
+from tutelage.train import Run, open_run
+from tutelage.train import step as train_step
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "flow_grpo_digits.yaml"
 MODEL = "toy:digits"
 SAME_WORK = ("data.validation=null", "rewards.accuracy=null", "rewards.gold_accuracy=null", "steps=1000000")
 """Nothing is evaluated, and pictures are judged by the reward alone, as in the flat script."""
 LIMIT = 1.05
-"""The most that a step of understudy may take, in steps of the flat script."""
+"""The most that a step of tutelage may take, in steps of the flat script."""
 
 
 class Spent(NamedTuple):
@@ -78,7 +78,7 @@ def opened(directory: Path, model: str) -> Run:
 @asynccontextmanager
 async def running(model: str) -> AsyncIterator[Run]:
     """A run that is ready for its first step."""
-    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="tutelage-bench-") as directory:
         run = opened(Path(directory), model)
         async with run.parts.backstage.running():
             await run.parts.backstage.publish(run.version)
@@ -126,7 +126,7 @@ async def measure(steps: int, model: str = MODEL, warm: bool = True) -> Timed:
 
 
 async def profile(model: str = MODEL, warm: bool = True) -> str:
-    """Functions of one step of understudy by the time they take themselves."""
+    """Functions of one step of tutelage by the time they take themselves."""
     async with running(model) as run:
         if warm:
             await warm_up(run)
@@ -143,7 +143,7 @@ def show(timed: Timed, console: Console) -> None:
     table = Table(title="One FlowGRPO iteration on digits, seconds")
     for heading in ("side", "median", "fastest", "slowest", "processor"):
         table.add_column(heading, justify="left" if heading == "side" else "right")
-    for name, side in (("understudy", timed.ours), ("flat script", timed.flat)):
+    for name, side in (("tutelage", timed.ours), ("flat script", timed.flat)):
         wall = [spent.wall for spent in side]
         busy = statistics.median(spent.busy for spent in side)
         values = (statistics.median(wall), min(wall), max(wall), busy)
@@ -151,7 +151,7 @@ def show(timed: Timed, console: Console) -> None:
     console.print(table)
     verdict = "within" if timed.ratio() <= LIMIT else "above"
     console.print(
-        f"understudy takes {timed.ratio():.3f} times as long (median of pairs {timed.ratio_of_pairs():.3f}), {verdict} "
+        f"tutelage takes {timed.ratio():.3f} times as long (median of pairs {timed.ratio_of_pairs():.3f}), {verdict} "
         f"{LIMIT:g}"
     )
 

@@ -61,7 +61,7 @@ def side(name: str, sizes: Sizes) -> dict[str, float]:
 def _plain(student: Any, teacher: Any, hidden: Any, taught: Any) -> float:
     import torch
 
-    from understudy.losses import distillation
+    from tutelage.losses import distillation
 
     with torch.no_grad():
         p = teacher(taught).log_softmax(-1)
@@ -74,8 +74,8 @@ def _ours(student: Any, teacher: Any, hidden: Any, taught: Any) -> float:
     """As the learner does it: chunks of 128 tokens, each differentiated down to its hidden states."""
     import torch
 
-    from understudy.losses import distillation, fused
-    from understudy.models.lean import make_lean
+    from tutelage.losses import distillation, fused
+    from tutelage.models.lean import make_lean
 
     make_lean(student)
     ids = torch.zeros(len(hidden), dtype=torch.int64)

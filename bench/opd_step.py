@@ -53,10 +53,10 @@ class Prompts:
 
 def prepare(model: str, cut: Sequence[int], directory: Path) -> tuple[Path, Path]:
     """Directories of the teacher (the whole model) and of the student (layers cut out, written to `directory`)."""
-    from understudy.config.schema import Student
-    from understudy.models.loading import load_causal_lm, save_hf
-    from understudy.models.sources import resolve
-    from understudy.models.tokenizers import load_tokenizer
+    from tutelage.config.schema import Student
+    from tutelage.models.loading import load_causal_lm, save_hf
+    from tutelage.models.sources import resolve
+    from tutelage.models.tokenizers import load_tokenizer
 
     teacher = resolve(model, progress=print)
     student = directory / "student"
@@ -67,8 +67,8 @@ def prepare(model: str, cut: Sequence[int], directory: Path) -> tuple[Path, Path
 
 def count_prompts(work: Work) -> Prompts:
     """Tokenize every prompt with its chat template."""
-    from understudy.data.trajectory import Message
-    from understudy.models.tokenizers import SafeTokenizer
+    from tutelage.data.trajectory import Message
+    from tutelage.models.tokenizers import SafeTokenizer
 
     tokenizer = SafeTokenizer.load(work.student)
     ids = [tokenizer.render([Message("user", text)]) for text in work.prompts]
@@ -146,7 +146,7 @@ def assemble(
     step: dict[str, Any] = compare(summaries) if set(summaries) == set(ALL_SIDES) else {}
     step |= {"ours" if side == OURS else side: summary for side, summary in summaries.items()}
     step |= {"limits": limits, "prompts_per_step": work.prompts_per_step, "new_tokens": work.new_tokens}
-    versions = {"python": platform.python_version(), "understudy": version("understudy")}
+    versions = {"python": platform.python_version(), "tutelage": version("tutelage")}
     for summary in summaries.values():
         versions |= summary["versions"]
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     variables = environment(options.threads)
     machine = describe_machine(options.threads, variables)
-    with tempfile.TemporaryDirectory(prefix="understudy-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="tutelage-bench-") as name:
         teacher, student = prepare(options.model, (1,) if options.tiny else CUT_LAYERS, Path(name))
         lines = (ROOT / "bench" / "prompts.txt").read_text(encoding="utf-8").splitlines()
         sizes = TINY if options.tiny else {}

@@ -56,7 +56,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
 
 async def ours(queue: Any, rows: Sequence[dict[str, Any]], first: int) -> tuple[float, float]:
     """Seconds of all puts and of the get, of groups `first` and following."""
-    from understudy.data.trajectory import GroupKey, Key
+    from tutelage.data.trajectory import GroupKey, Key
 
     groups = len(rows) // SAMPLES
     for uid in range(first, first + groups):
@@ -106,7 +106,7 @@ def raw(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
 
 async def first_row(queue: Any, row: dict[str, Any], uid: int) -> float:
     """Seconds from `put` of a whole group until its data is there, in a queue that is idle."""
-    from understudy.data.trajectory import GroupKey, Key
+    from tutelage.data.trajectory import GroupKey, Key
 
     key = Key("train", uid, 0, 0, 0)
     await queue.open(GroupKey("train", uid), 1)

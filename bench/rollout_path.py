@@ -27,20 +27,20 @@ import torch
 from torch import Tensor
 
 from bench.cluster import sample_queue
-from understudy.agent_loop.manager import RolloutManager
-from understudy.agent_loop.single_turn import SingleTurn
-from understudy.agent_loop.worker import AgentLoopWorker
-from understudy.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
-from understudy.desks import SharedDesks
-from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
-from understudy.queue import MemoryQueue
-from understudy.queue.contract import SampleQueue
-from understudy.rollout import EpisodeDone, Order, Rollout
-from understudy.routing import Router
-from understudy.runtime.memory import collect_rarely
-from understudy.scoring import EpisodeScorer
-from understudy.teachers.client import ResidentTeacher, TeacherClient
-from understudy.teachers.pool import TeacherPool
+from tutelage.agent_loop.manager import RolloutManager
+from tutelage.agent_loop.single_turn import SingleTurn
+from tutelage.agent_loop.worker import AgentLoopWorker
+from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.desks import SharedDesks
+from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
+from tutelage.queue import MemoryQueue
+from tutelage.queue.contract import SampleQueue
+from tutelage.rollout import EpisodeDone, Order, Rollout
+from tutelage.routing import Router
+from tutelage.runtime.memory import collect_rarely
+from tutelage.scoring import EpisodeScorer
+from tutelage.teachers.client import ResidentTeacher, TeacherClient
+from tutelage.teachers.pool import TeacherPool
 
 SAMPLES = 8
 
@@ -185,8 +185,8 @@ class Worker:
     """A process that runs episodes, as an agent-loop worker does."""
 
     def __init__(self, queue: SampleQueue) -> None:
-        from understudy.board import BOARD, desks
-        from understudy.runtime.ray import Remote
+        from tutelage.board import BOARD, desks
+        from tutelage.runtime.ray import Remote
 
         torch.set_num_threads(1)
         collect_rarely()
@@ -199,8 +199,8 @@ class Worker:
 def on_ray(sizes: Sizes) -> dict[tuple[int, int], Cost]:
     import ray
 
-    from understudy.board import BOARD, Board
-    from understudy.runtime.ray import OPEN_CALLS
+    from tutelage.board import BOARD, Board
+    from tutelage.runtime.ray import OPEN_CALLS
 
     actor: Any = ray.remote(Worker)
     with sample_queue(window=WINDOW) as queue:

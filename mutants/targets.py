@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 TARGETS = (
-    "src/understudy/losses/*.py",
-    "src/understudy/algorithms/*.py",
-    "src/understudy/learner/*.py",
-    "src/understudy/teachers/*.py",
-    "src/understudy/agent_loop/*.py",
-    "src/understudy/rollout.py",
-    "src/understudy/scoring.py",
-    "src/understudy/learning.py",
-    "src/understudy/signals.py",
+    "src/tutelage/losses/*.py",
+    "src/tutelage/algorithms/*.py",
+    "src/tutelage/learner/*.py",
+    "src/tutelage/teachers/*.py",
+    "src/tutelage/agent_loop/*.py",
+    "src/tutelage/rollout.py",
+    "src/tutelage/scoring.py",
+    "src/tutelage/learning.py",
+    "src/tutelage/signals.py",
 )
 
 NOT_RUN = {
@@ -29,5 +29,5 @@ NOT_RUN = {
 }
 """Tests of clusters, of benchmarks and of documents: slow, or about other things."""
 
-ELSEWHERE: dict[str, tuple[str, ...]] = {"src/understudy/learner/fsdp.py": ("tests/test_fsdp.py",)}
+ELSEWHERE: dict[str, tuple[str, ...]] = {"src/tutelage/learner/fsdp.py": ("tests/test_fsdp.py",)}
 """Tests that run a file in other processes, where coverage does not see it."""

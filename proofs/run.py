@@ -86,13 +86,13 @@ def run(recipe: str, out: Path, *overrides: str, seed: int = 0) -> Outcome:
     """Train a recipe in a process of its own, its display in this terminal."""
     words = ["train", f"recipes/{recipe}.yaml", *overrides, *([f"seed={seed}"] if seed else [])]
     name = f"{recipe}-{len(list(out.iterdir()))}"
-    subprocess.run([sys.executable, "-m", "understudy", *words, f"out={out}", f"name={name}"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tutelage", *words, f"out={out}", f"name={name}"], cwd=ROOT, check=True)
     steps, evaluations = (
         [json.loads(line) for line in (out / name / f"{kind}.jsonl").read_text().splitlines()]
         for kind in ("metrics", "validation")
     )
     summary = json.loads((out / name / "summary.json").read_text())
-    return Outcome(recipe, "understudy " + " ".join(words), seed, summary, steps, evaluations)
+    return Outcome(recipe, "tutelage " + " ".join(words), seed, summary, steps, evaluations)
 
 
 def quickstart(out: Path) -> Proof:
@@ -229,7 +229,7 @@ def distill_digits(out: Path) -> Proof:
     tuned = run("flow_grpo_digits", out)
     teacher = out / "teacher"
     words = ["export", str(out / f"{tuned.recipe}-0"), str(teacher)]
-    subprocess.run([sys.executable, "-m", "understudy", *words], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tutelage", *words], cwd=ROOT, check=True)
     learned = run("distill_digits", out, f"teachers.tuned.path={teacher}")
     control = run("distill_digits", out, "teachers.tuned.path=toy:digits", "steps=5")
     claims = [
@@ -284,7 +284,7 @@ PROOFS: dict[str, Callable[[Path], Proof]] = {
 def prove(name: str) -> bool:
     """Run one proof, show it and write it down."""
     commit, dirty = _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--untracked-files=no"))
-    with tempfile.TemporaryDirectory(prefix="understudy-proof-") as directory:
+    with tempfile.TemporaryDirectory(prefix="tutelage-proof-") as directory:
         proof = PROOFS[name](Path(directory))
     passed = all(claim.holds for claim in proof.claims)
     record = {

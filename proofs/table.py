@@ -47,7 +47,7 @@ def fingerprint(root: Path, recipes: list[str]) -> str:
 
 
 def _files(root: Path, recipes: list[str]) -> list[Path]:
-    package = root / "src" / "understudy"
+    package = root / "src" / "tutelage"
     found: set[Path] = set()
     waiting = [root / "recipes" / f"{name}.yaml" for name in recipes]
     while waiting:

@@ -16,8 +16,8 @@ import torch
 pytest.register_assert_rewrite("queue_contract", "queue_objects", "queue_plans")
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("understudy", deadline=None, max_examples=20)
-hypothesis.settings.load_profile("understudy")
+hypothesis.settings.register_profile("tutelage", deadline=None, max_examples=20)
+hypothesis.settings.load_profile("tutelage")
 
 
 LONG = ("test_ray_faults", "test_certify", "test_resume", "test_paint_run")

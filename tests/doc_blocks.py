@@ -2,7 +2,7 @@
 
 A page is run from top to bottom in a directory of its own. What a block may be:
 
-    console   commands. Those of `understudy` run in this process; anything else needs a marker
+    console   commands. Those of `tutelage` run in this process; anything else needs a marker
     python    a program; if its first line is `# NAME.py`, it is written to that file for blocks below
     yaml      a recipe, or a part of one, which is completed and trained for a step
     text      part of what the commands of the block above it printed
@@ -30,16 +30,16 @@ import pytest
 import yaml
 
 import tiny
-import understudy.api
-import understudy.certify
-from understudy import cli
-from understudy.agent_loop.contract import LOOPS
-from understudy.algorithms.objectives import OBJECTIVES
-from understudy.certify import ALL_CHECKS, files
-from understudy.config.load import load
-from understudy.config.schema import Config
-from understudy.models.digits import RECIPE, build
-from understudy.rewards.contract import REWARDS
+import tutelage.api
+import tutelage.certify
+from tutelage import cli
+from tutelage.agent_loop.contract import LOOPS
+from tutelage.algorithms.objectives import OBJECTIVES
+from tutelage.certify import ALL_CHECKS, files
+from tutelage.config.load import load
+from tutelage.config.schema import Config
+from tutelage.models.digits import RECIPE, build
+from tutelage.rewards.contract import REWARDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md"]
@@ -142,7 +142,7 @@ def furnish(root: Path) -> None:
 
 
 def smaller(words: list[str]) -> list[str]:
-    """A command of `understudy` with tiny models and few steps where it would train."""
+    """A command of `tutelage` with tiny models and few steps where it would train."""
     if words[0] != "train":
         return words
     config = load(words[1], words[2:]).config
@@ -163,9 +163,9 @@ def as_a_process() -> Iterator[None]:
     finally:
         for registry, known in zip(registries, before, strict=True):
             for name in set(registry) - known:
-                if _origin(registry[name]).startswith(("understudy_plugin_", "understudy_certified_")):
+                if _origin(registry[name]).startswith(("tutelage_plugin_", "tutelage_certified_")):
                     del registry[name]
-        for name in [name for name in sys.modules if name.startswith(("understudy_plugin_", "understudy_certified_"))]:
+        for name in [name for name in sys.modules if name.startswith(("tutelage_plugin_", "tutelage_certified_"))]:
             del sys.modules[name]
         files._LOADED.clear()
 
@@ -182,7 +182,7 @@ class Runner:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.printed: str | None = None
         """by the commands of the last console block"""
-        certify, train = understudy.certify.certify, understudy.api.train
+        certify, train = tutelage.certify.certify, tutelage.api.train
 
         def narrow(names: list[str] | None = None, **settings: Any) -> Any:
             """test_certify makes the whole table, which takes a minute, and starts two processes for a user's file."""
@@ -194,8 +194,8 @@ class Runner:
             few = config.rollout.model_copy(update={"max_tokens": 4})
             return train(config.model_copy(update={"steps": 2, "prompts_per_step": 2, "threads": 1, "rollout": few}))
 
-        patch.setattr(understudy.certify, "certify", narrow)
-        patch.setattr(understudy.api, "train", short)
+        patch.setattr(tutelage.certify, "certify", narrow)
+        patch.setattr(tutelage.api, "train", short)
 
     def run(self, block: Block) -> None:
         if block.skipped:
@@ -208,7 +208,7 @@ class Runner:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             for words in block.commands():
-                if words[0].removeprefix(".venv/bin/") != "understudy":
+                if words[0].removeprefix(".venv/bin/") != "tutelage":
                     raise BadPage(
                         f"{block}: {words[0]} is not run by tests: say why with <!-- not run here: REASON -->"
                     )

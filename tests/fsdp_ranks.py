@@ -23,25 +23,25 @@ from torch.distributed.tensor import DTensor
 
 import tiny
 from test_learner import LIMITS, algorithm, make_batch, ready
-from understudy.algorithms.policy import PolicySettings, ReadLogp
-from understudy.algorithms.ppo import ValueLoss
-from understudy.checkpoint import CheckpointError
-from understudy.config.schema import Lora, Optimizer
-from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch
-from understudy.learner.fsdp import Sharding, gather, join, shard
-from understudy.learner.optimizer import build_optimizer
-from understudy.learner.packing import deal
-from understudy.learner.ranks import Ranks, alone
-from understudy.learner.reference import ReferenceCheck
-from understudy.learner.update import NonFiniteLoss, accumulate, measure, update
-from understudy.losses.contract import Loss
-from understudy.models.causal_lm import CausalLM
-from understudy.models.loading import apply_lora
-from understudy.models.weights import copy_named, trainable
-from understudy.optimizer_state import pack_optimizer, unpack_optimizer
-from understudy.sharded_checkpoint import ShardedStore, load_shards
-from understudy.tensor_file import TensorFile
+from tutelage.algorithms.policy import PolicySettings, ReadLogp
+from tutelage.algorithms.ppo import ValueLoss
+from tutelage.checkpoint import CheckpointError
+from tutelage.config.schema import Lora, Optimizer
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch
+from tutelage.learner.fsdp import Sharding, gather, join, shard
+from tutelage.learner.optimizer import build_optimizer
+from tutelage.learner.packing import deal
+from tutelage.learner.ranks import Ranks, alone
+from tutelage.learner.reference import ReferenceCheck
+from tutelage.learner.update import NonFiniteLoss, accumulate, measure, update
+from tutelage.losses.contract import Loss
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.loading import apply_lora
+from tutelage.models.weights import copy_named, trainable
+from tutelage.optimizer_state import pack_optimizer, unpack_optimizer
+from tutelage.sharded_checkpoint import ShardedStore, load_shards
+from tutelage.tensor_file import TensorFile
 
 SECONDS = 120
 Named = tuple[tuple[str, torch.nn.Parameter], ...]

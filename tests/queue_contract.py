@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from queue_plans import NEEDS, Account, fill, group, key, make_row, plans, teacher
-from understudy.data.trajectory import EpisodeKey, Key
-from understudy.queue.contract import (
+from tutelage.data.trajectory import EpisodeKey, Key
+from tutelage.queue.contract import (
     BatchRef,
     FailedGroup,
     QueueTimeout,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from queue_contract import group, key, make_row, on_loop
-from understudy.data.trajectory import COLUMNS, Column
-from understudy.queue.contract import SampleQueue, SchemaError
+from tutelage.data.trajectory import COLUMNS, Column
+from tutelage.queue.contract import SampleQueue, SchemaError
 
 MEDIA = [{"kind": "image", "uri": "runs/a/1.png", "size": [64, 48]}, None, "ünïcode", []]
 """Values of four rows."""

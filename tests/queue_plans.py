@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from understudy.data.trajectory import GroupKey, Key
-from understudy.queue.contract import QueueTimeout, SampleQueue
+from tutelage.data.trajectory import GroupKey, Key
+from tutelage.queue.contract import QueueTimeout, SampleQueue
 
 NEEDS = ("tokens", "teacher_logp")
 

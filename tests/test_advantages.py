@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from understudy.algorithms.advantages import (
+from tutelage.algorithms.advantages import (
     Aggregation,
     Baseline,
     Scale,
@@ -27,7 +27,7 @@ from understudy.algorithms.advantages import (
     return_to_go,
     whiten,
 )
-from understudy.data.ragged import Ragged
+from tutelage.data.ragged import Ragged
 
 Rows = list[list[float]]
 

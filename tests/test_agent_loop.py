@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tiny
-from understudy.agent_loop.contract import (
+from tutelage.agent_loop.contract import (
     LOOPS,
     AgentLoop,
     LoopContext,
@@ -21,19 +21,19 @@ from understudy.agent_loop.contract import (
     register,
     render_prompt,
 )
-from understudy.agent_loop.manager import RolloutManager
-from understudy.agent_loop.single_turn import SingleTurn
-from understudy.agent_loop.worker import AgentLoopWorker, EpisodeFailure
-from understudy.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
-from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
-from understudy.engines.torch_lm import TorchEngine
-from understudy.errors import UserError
-from understudy.models.tokenizers import SafeTokenizer
-from understudy.queue import BatchRef
-from understudy.queue.memory import MemoryQueue
-from understudy.rollout import EpisodeDone, EpisodeTimes, Order, Rollout
-from understudy.runtime.inline import InlineScheduler
-from understudy.scoring import EpisodeScorer
+from tutelage.agent_loop.manager import RolloutManager
+from tutelage.agent_loop.single_turn import SingleTurn
+from tutelage.agent_loop.worker import AgentLoopWorker, EpisodeFailure
+from tutelage.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.errors import UserError
+from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.queue import BatchRef
+from tutelage.queue.memory import MemoryQueue
+from tutelage.rollout import EpisodeDone, EpisodeTimes, Order, Rollout
+from tutelage.runtime.inline import InlineScheduler
+from tutelage.scoring import EpisodeScorer
 
 T = TypeVar("T")
 HANGS = 10.0

@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import tiny
-from understudy.config.schema import Model
-from understudy.models import causal_lm, small_copy
-from understudy.models.attention import NAME, KeyValueCache, UnsupportedAttention
-from understudy.models.causal_lm import CausalLM, fill_cache
-from understudy.models.loading import load_causal_lm
-from understudy.models.packing import pack
-from understudy.models.sight import reach_of, sights_of
-from understudy.models.small_copy import check_copy, check_files
-from understudy.models.sources import ModelError
+from tutelage.config.schema import Model
+from tutelage.models import causal_lm, small_copy
+from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention
+from tutelage.models.causal_lm import CausalLM, fill_cache
+from tutelage.models.loading import load_causal_lm
+from tutelage.models.packing import pack
+from tutelage.models.sight import reach_of, sights_of
+from tutelage.models.small_copy import check_copy, check_files
+from tutelage.models.sources import ModelError
 
 ROTARY: dict[str, Any] = {
     "rope_theta": 10000.0,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from understudy.config.schema import Model
-from understudy.models import arithmetic
-from understudy.models.arithmetic import Recipe, build, problems, write_problems
-from understudy.models.loading import load_causal_lm
-from understudy.models.sources import ModelError, Progress, resolve
-from understudy.models.tokenizers import SafeTokenizer
+from tutelage.config.schema import Model
+from tutelage.models import arithmetic
+from tutelage.models.arithmetic import Recipe, build, problems, write_problems
+from tutelage.models.loading import load_causal_lm
+from tutelage.models.sources import ModelError, Progress, resolve
+from tutelage.models.tokenizers import SafeTokenizer
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "arithmetic"
 SHORT = Recipe(hidden=32, heads=2, feed_forward=64, steps=100, correct_steps=90, batch=64, lr=1e-2, warmup=10, decay=20)
@@ -139,7 +139,7 @@ class TestPaths:
     @pytest.fixture
     def seeds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Seeds that were built, into a cache of the test's own."""
-        monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
         def quick(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:

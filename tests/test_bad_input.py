@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 import tiny
 import tiny_paint
-from understudy import checkpoint
-from understudy.build import shared_vocabulary
-from understudy.checkpoint import CheckpointStore
-from understudy.cli import main
-from understudy.errors import UserError
-from understudy.models.tokenizers import SafeTokenizer
+from tutelage import checkpoint
+from tutelage.build import shared_vocabulary
+from tutelage.checkpoint import CheckpointStore
+from tutelage.cli import main
+from tutelage.errors import UserError
+from tutelage.models.tokenizers import SafeTokenizer
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -29,14 +29,14 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     capsys.readouterr()
     assert main(list(words)) == 2
     said = capsys.readouterr().err
-    assert said.startswith("understudy: error: ")
-    assert said.count("understudy: error: ") == 1
+    assert said.startswith("tutelage: error: ")
+    assert said.count("tutelage: error: ") == 1
     assert "Traceback" not in said
     return said
 
 
 def refused(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str, **sections: Any) -> str:
-    """What `understudy train` says about this recipe; it must leave no run behind."""
+    """What `tutelage train` says about this recipe; it must leave no run behind."""
     said = mistake(capsys, "train", str(tiny.recipe(root, **sections)), *overrides)
     assert not (root / "runs").exists(), "a run that cannot start leaves nothing"
     return said
@@ -316,7 +316,7 @@ def test_a_top_k_of_the_whole_vocabulary(tmp_path: Path) -> None:
 def test_diffusion_without_its_packages(tmp_path: Path) -> None:
     recipe = tiny_paint.recipe(tmp_path)
     code = (
-        "import sys; sys.modules['diffusers'] = None; from understudy.cli import main; "
+        "import sys; sys.modules['diffusers'] = None; from tutelage.cli import main; "
         "sys.exit(main(['train', sys.argv[1], 'runtime=' + sys.argv[2]]))"
     )
     for runtime in ("inline", "ray"):
@@ -324,7 +324,7 @@ def test_diffusion_without_its_packages(tmp_path: Path) -> None:
             [sys.executable, "-c", code, str(recipe), runtime], capture_output=True, text=True, timeout=120
         )
         assert ran.returncode == 2, ran.stderr
-        assert "understudy: error: modality: diffusion needs the package 'diffusers'" in ran.stderr
+        assert "tutelage: error: modality: diffusion needs the package 'diffusers'" in ran.stderr
         assert "pip install --editable '.[diffusion]'" in ran.stderr
         assert "Traceback" not in ran.stderr
 
@@ -335,7 +335,7 @@ def test_a_place_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run = tmp_path / "runs" / "run"
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     said = mistake(capsys, "train", str(recipe), f"student.path={tmp_path / 'absent'}")
-    assert f"understudy resume {run}" in said, "said before any model is looked for"
+    assert f"tutelage resume {run}" in said, "said before any model is looked for"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

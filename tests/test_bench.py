@@ -82,7 +82,7 @@ def test_sides_that_did_other_work_are_all_named() -> None:
     with pytest.raises(stats.BadRun) as error:
         stats.check_same_work(answers, 640, [590, 590])
     assert "trl_gkd, step 1: wrote 512 tokens, expected 640" in str(error.value)
-    assert "understudy, step 0: read 400 prompt tokens, expected 590" in str(error.value)
+    assert "tutelage, step 0: read 400 prompt tokens, expected 590" in str(error.value)
     stats.check_same_work({"trl_gkd": [answer(1.0)]}, 640, [590])
 
 
@@ -140,8 +140,8 @@ def test_flow_iterations_are_compared_by_medians_and_by_neighbours() -> None:
 
 
 def test_both_flow_sides_do_the_same_work() -> None:
-    from understudy.config.diffusion import DiffusionConfig, FlowGrpo
-    from understudy.config.load import load
+    from tutelage.config.diffusion import DiffusionConfig, FlowGrpo
+    from tutelage.config.load import load
 
     config = load(flow_step.RECIPE, flow_step.SAME_WORK).config
     assert isinstance(config, DiffusionConfig)
@@ -358,13 +358,13 @@ def test_all_sides_of_a_distillation_step_run(model: Path, tmp_path: Path) -> No
 
 def test_our_side_learns_from_the_prompts_of_each_step(model: Path, tmp_path: Path) -> None:
     """The KL that a step reports is that of its own prompts and weights: it starts at 0 only for a twin."""
-    from bench import understudy_step
+    from bench import tutelage_step
 
     prompts = ("Name a colour.", "Say hello.", "Count to five, please.", "What do bees make?")
     found, other = {}, tiny.save(tmp_path / "other", seed=2)
     tiny.tokenizer(extra=("<pad>",)).save_pretrained(other)
     for name, teacher in (("other", other), ("twin", model)):
-        stepper = understudy_step.build(
+        stepper = tutelage_step.build(
             protocol.Work(str(teacher), str(model), prompts, prompts_per_step=2, new_tokens=3, threads=1)
         )
         try:
@@ -406,7 +406,7 @@ def test_limits_are_measured(model: Path, capfd: Printed, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from understudy.models.digits import RECIPE, build
+    from tutelage.models.digits import RECIPE, build
 
     directory = tmp_path_factory.mktemp("digits")
     build(directory, 0, replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4))
@@ -423,7 +423,7 @@ def test_the_flat_script_runs(digits: str, capfd: Printed) -> None:
 def test_both_sides_of_a_flow_step_run(digits: str, capfd: Printed) -> None:
     flow_step.main(["--tiny", "--model", digits])
     printed = capfd.readouterr().out
-    assert "understudy takes" in printed
+    assert "tutelage takes" in printed
     assert "flat script" in printed
 
 
@@ -471,7 +471,7 @@ def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
     makefile = (ROOT / "Makefile").read_text()
     started = {line.split("bench.")[1].split()[0] for line in makefile.splitlines() if "-m bench." in line}
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
-    sides_of_it = {"trl_side", "understudy_side"}
+    sides_of_it = {"trl_side", "tutelage_side"}
     assert started <= scripts
     tried = {"opd_step", "full_loss", "queue_bandwidth", "rollout_path", "flow_step", "flow_flat", "limits"}
     assert scripts - sides_of_it == tried

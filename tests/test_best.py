@@ -14,14 +14,14 @@ from pydantic import ValidationError
 
 import tiny
 import tiny_paint
-import understudy
-from understudy import history
-from understudy.agent_loop.contract import LoopContext, register
-from understudy.checkpoint import CheckpointStore
-from understudy.config.measures import held_out
-from understudy.config.schema import Config
-from understudy.data.trajectory import Episode, Prompt
-from understudy.evaluate import Evaluation, Evaluator
+import tutelage
+from tutelage import history
+from tutelage.agent_loop.contract import LoopContext, register
+from tutelage.checkpoint import CheckpointStore
+from tutelage.config.measures import held_out
+from tutelage.config.schema import Config
+from tutelage.data.trajectory import Episode, Prompt
+from tutelage.evaluate import Evaluation, Evaluator
 
 PATTERN = {"function": "pattern", "options": {"patterns": "[a-m]"}}
 REWARDS = {
@@ -100,7 +100,7 @@ def test_measures_of_a_recipe_know_which_way_is_better(root: Path) -> None:
 
 def test_measures_of_a_recipe_are_those_that_its_evaluations_have(root: Path) -> None:
     for config in (tiny.config(root, name="taught", steps=1), grpo(root, name="rewarded", steps=1)):
-        run = understudy.train(config)
+        run = tutelage.train(config)
         for line in tiny.lines(run / "validation.jsonl"):
             assert line.keys() - {"step"} == held_out(config).keys()
 
@@ -122,7 +122,7 @@ def test_the_best_reward_is_marked(
 ) -> None:
     scripted[best or "reward"] = list(values)
     sections = {"steps": 3, "validation": {"every": 2}, "checkpoint": {"every": 1, "keep": 1, "best": best}}
-    run = understudy.train(grpo(root, name=request.node.name, **sections))
+    run = tutelage.train(grpo(root, name=request.node.name, **sections))
     assert mark_of(run) == {"step": expected, "measure": best or "reward", "value": values[expected - 1]}
     assert steps_of(run) == tuple(sorted({expected, 3})), "one is kept besides the best one"
 
@@ -130,11 +130,11 @@ def test_the_best_reward_is_marked(
 def test_a_best_evaluation_between_two_saves_is_saved(root: Path, scripted: dict[str, list[float]]) -> None:
     scripted["kl"] = [0.9, 0.8, 0.617, 0.674]
     sections = {"validation": {"every": 1}, "checkpoint": {"every": 100, "keep": 1}, "data": {"shuffle": False}}
-    run = understudy.train(tiny.config(root, name="between", steps=3, **sections))
+    run = tutelage.train(tiny.config(root, name="between", steps=3, **sections))
     assert mark_of(run) == {"step": 2, "measure": "kl", "value": 0.617}
     assert steps_of(run) == (2, 3)
     scripted["kl"] = [0.9, 0.8, 0.7]
-    shorter = understudy.train(tiny.config(root, name="shorter", steps=2, **sections))
+    shorter = tutelage.train(tiny.config(root, name="shorter", steps=2, **sections))
     assert tiny.same(tiny.weights(run, "best"), tiny.weights(shorter, "latest")), "the weights that were measured"
     assert not tiny.same(tiny.weights(run, "best"), tiny.weights(run, "latest"))
 
@@ -142,7 +142,7 @@ def test_a_best_evaluation_between_two_saves_is_saved(root: Path, scripted: dict
 def test_a_worse_evaluation_between_two_saves_is_not_saved(root: Path, scripted: dict[str, list[float]]) -> None:
     scripted["kl"] = [0.1, 0.5, 0.6, 0.4]
     sections = {"validation": {"every": 1}, "checkpoint": {"every": 100, "keep": 9}}
-    run = understudy.train(tiny.config(root, name="worse", steps=3, **sections))
+    run = tutelage.train(tiny.config(root, name="worse", steps=3, **sections))
     assert steps_of(run) == (1, 3), "the untrained student has no checkpoint and does not compete"
     assert mark_of(run)["step"] == 3
 
@@ -162,7 +162,7 @@ def test_a_run_killed_after_its_save_is_evaluated_and_marked_on_the_way_back(
         "checkpoint": {"every": 2, "keep": 1},
     }
     if not (root / "runs" / "undisturbed").exists():
-        understudy.train(tiny.config(root, name="undisturbed", **sections))
+        tutelage.train(tiny.config(root, name="undisturbed", **sections))
     name = f"killed-{before}-{at}"
     plain = getattr(history, before)
 
@@ -174,10 +174,10 @@ def test_a_run_killed_after_its_save_is_evaluated_and_marked_on_the_way_back(
     with monkeypatch.context() as patched:
         patched.setattr(history, before, dying)
         with pytest.raises(Killed):
-            understudy.train(tiny.config(root, name=name, **sections))
+            tutelage.train(tiny.config(root, name=name, **sections))
     run, straight = root / "runs" / name, root / "runs" / "undisturbed"
     assert steps_of(run)[-1] == at, "saved before it was evaluated"
-    understudy.resume(run)
+    tutelage.resume(run)
     assert mark_of(run) == mark_of(straight)
     assert steps_of(run) == steps_of(straight)
     assert tiny.lines(run / "validation.jsonl") == tiny.lines(straight / "validation.jsonl")

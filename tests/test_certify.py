@@ -1,4 +1,4 @@
-"""`understudy certify`: all that a recipe can name is listed and holds, and what it is measured with is right."""
+"""`tutelage certify`: all that a recipe can name is listed and holds, and what it is measured with is right."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, kl_divergence
 
-import understudy.certify
-from understudy.algorithms import objectives
-from understudy.algorithms.objectives import OBJECTIVES, Claim, Settings
-from understudy.certify import ALL_CHECKS, Row, certify, load_file, textbook
-from understudy.certify.bench import LIMITS, Bench, expectation, worlds
-from understudy.certify.checks import SAME, relative
-from understudy.certify.scene import PROMPTS, everything, ragged, view
-from understudy.certify.subjects import Subject, subjects
-from understudy.certify.table import show, verdict
-from understudy.certify.toy import VOCABULARY, Cast, Copies, Toy
-from understudy.cli import main
-from understudy.config import algorithms, schema
-from understudy.errors import UserError
-from understudy.models.packing import pack
+import tutelage.certify
+from tutelage.algorithms import objectives
+from tutelage.algorithms.objectives import OBJECTIVES, Claim, Settings
+from tutelage.certify import ALL_CHECKS, Row, certify, load_file, textbook
+from tutelage.certify.bench import LIMITS, Bench, expectation, worlds
+from tutelage.certify.checks import SAME, relative
+from tutelage.certify.scene import PROMPTS, everything, ragged, view
+from tutelage.certify.subjects import Subject, subjects
+from tutelage.certify.table import show, verdict
+from tutelage.certify.toy import VOCABULARY, Cast, Copies, Toy
+from tutelage.cli import main
+from tutelage.config import algorithms, schema
+from tutelage.errors import UserError
+from tutelage.models.packing import pack
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "certify.md"
 PLAIN = Settings()
@@ -240,8 +240,8 @@ def test_the_student_that_draws_and_the_one_that_learns_are_apart() -> None:
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BOTH = """
-from understudy.algorithms.objectives import register_objective
-from understudy.losses import distillation
+from tutelage.algorithms.objectives import register_objective
+from tutelage.losses import distillation
 
 @register_objective("sound", sees="token", claim="reverse_kl")
 def sound(q, p, settings):
@@ -327,7 +327,7 @@ def rows_of(*reasons: str) -> list[Row]:
 def test_the_command_prints_a_line_a_row_and_the_verdict(
     reasons: tuple[str, ...], code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(understudy.certify, "certify", lambda names, files, done: rows_of(*reasons))
+    monkeypatch.setattr(tutelage.certify, "certify", lambda names, files, done: rows_of(*reasons))
     assert main(["certify"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == last

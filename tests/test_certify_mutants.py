@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from understudy import learning
-from understudy.algorithms import advantages, distill, grpo, objectives, policy
-from understudy.algorithms.objectives import OBJECTIVES, Claim, Settings, register_objective
-from understudy.certify import Row, certify
-from understudy.certify.toy import TEMPERATURE, VOCABULARY
-from understudy.data.trajectory import Batch
-from understudy.learner import text, update
-from understudy.losses import contract, distillation, fused, policy_gradient
-from understudy.models.packing import pack
+from tutelage import learning
+from tutelage.algorithms import advantages, distill, grpo, objectives, policy
+from tutelage.algorithms.objectives import OBJECTIVES, Claim, Settings, register_objective
+from tutelage.certify import Row, certify
+from tutelage.certify.toy import TEMPERATURE, VOCABULARY
+from tutelage.data.trajectory import Batch
+from tutelage.learner import text, update
+from tutelage.losses import contract, distillation, fused, policy_gradient
+from tutelage.models.packing import pack
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from understudy.checkpoint import (
+from tutelage.checkpoint import (
     Best,
     CheckpointError,
     CheckpointStore,
     load,
 )
-from understudy.errors import UserError
+from tutelage.errors import UserError
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -229,10 +229,10 @@ def damage_not_a_dict(path: Path) -> None:
         (damage_missing, r"optimizer\.safetensors: missing"),
         (damage_no_state, r"state\.json: missing"),
         (damage_state_cut, r"state\.json: cannot be read as JSON"),
-        (damage_foreign, r"state\.json: not written by understudy"),
+        (damage_foreign, r"state\.json: not written by tutelage"),
         (damage_version, r"state\.json: format version 2, expected 1"),
         (damage_edited, r"state\.json: checksum differs"),
-        (damage_not_a_dict, r"state\.json: not written by understudy"),
+        (damage_not_a_dict, r"state\.json: not written by tutelage"),
         (shutil.rmtree, r"step-000015: no such directory"),
     ],
 )
@@ -261,7 +261,7 @@ def test_every_damaged_file_is_named(store: CheckpointStore) -> None:
 
 def test_state_cannot_point_outside_the_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     path = store.save(5, content(5), {})
-    monkeypatch.setattr("understudy.checkpoint._crc_of", lambda body: 0)
+    monkeypatch.setattr("tutelage.checkpoint._crc_of", lambda body: 0)
     edit_state(path, crc32="00000000", files={"../../secret": {"size": 1, "crc32": 0}})
     with pytest.raises(CheckpointError, match="does not serve as a file name"):
         load(path)

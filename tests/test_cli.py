@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from understudy.cli import main
-from understudy.config import Config, dump, load
-from understudy.errors import UserError
+from tutelage.cli import main
+from tutelage.config import Config, dump, load
+from tutelage.errors import UserError
 
 RECIPE = "student: {path: small}\nteachers: {main: {path: big}}\ndata: {train: p.jsonl}\nname: first\n"
 COMMANDS = ("train", "resume", "eval", "config show", "export")
@@ -63,7 +63,7 @@ def a_run(name: str = "runs/first") -> Path:
 
 
 def test_train(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("understudy.train", "train")
+    calls = fake("tutelage.train", "train")
     calls.result = Path("runs/first-2")
     assert main(["train", "a.yaml", "steps=3", "optimizer.lr=1e-3"]) == 0
     [(config,)] = calls
@@ -83,7 +83,7 @@ def test_train(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
 def test_resume(
     fake: Fake, extra: list[str], steps: int | None, overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = fake("understudy.train", "resume")
+    calls = fake("tutelage.train", "resume")
     calls.result = run = a_run()
     assert main(["resume", str(run), *extra]) == 0
     assert calls == [(run, steps, overrides)]
@@ -91,7 +91,7 @@ def test_resume(
 
 
 def test_eval_of_a_run(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("understudy.evaluate", "evaluate_run")
+    calls = fake("tutelage.evaluate", "evaluate_run")
     calls.result = {"kl": 0.25, "top1_agreement": 0.5}
     run = a_run()
     assert main(["eval", str(run), "--checkpoint", "best", "seed=4"]) == 0
@@ -105,7 +105,7 @@ def test_eval_of_a_run(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_eval_of_a_recipe(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("understudy.evaluate", "evaluate_run")
+    calls = fake("tutelage.evaluate", "evaluate_run")
     calls.result = {}
     assert main(["eval", "a.yaml", "seed=4"]) == 0
     assert calls[0][:2] == (load("a.yaml", ["seed=4"]).config, None)
@@ -115,7 +115,7 @@ def test_eval_of_a_recipe(fake: Fake, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_export(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("understudy.export", "export_run")
+    calls = fake("tutelage.export", "export_run")
     run = a_run()
     assert main(["export", str(run), "out"]) == 0
     assert main(["export", str(run), "out", "--checkpoint", "step-000010", "--keep-adapter"]) == 0
@@ -143,10 +143,10 @@ def test_config_show_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_mistakes_are_one_message_and_code_2(capsys: pytest.CaptureFixture[str], fake: Fake) -> None:
-    calls = fake("understudy.train", "train")
+    calls = fake("tutelage.train", "train")
     assert main(["train", "a.yaml", "lr=1", "oops"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("understudy: error: 2 mistakes")
+    assert captured.err.startswith("tutelage: error: 2 mistakes")
     assert "did you mean optimizer.lr?" in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
@@ -154,10 +154,10 @@ def test_mistakes_are_one_message_and_code_2(capsys: pytest.CaptureFixture[str],
 
 
 def test_errors_of_the_user_and_of_the_program_differ(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("understudy.train", "train")
+    calls = fake("tutelage.train", "train")
     calls.error = UserError("row 3 of p.jsonl is empty")
     assert main(["train", "a.yaml"]) == 2
-    assert capsys.readouterr().err == "understudy: error: row 3 of p.jsonl is empty\n"
+    assert capsys.readouterr().err == "tutelage: error: row 3 of p.jsonl is empty\n"
     calls.error = KeyboardInterrupt()
     assert main(["train", "a.yaml"]) == 130
     calls.error = ZeroDivisionError()
@@ -189,7 +189,7 @@ def test_wrong_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "usage: understudy" in capsys.readouterr().err
+    assert "usage: tutelage" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -197,17 +197,17 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as caught:
         main([*command.split(), "--help"])
     assert caught.value.code == 0
-    assert f"example: understudy {command} " in capsys.readouterr().out
+    assert f"example: tutelage {command} " in capsys.readouterr().out
 
 
 def test_help_and_version_import_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom understudy.cli import main\n"
+        "import sys\nfrom tutelage.cli import main\n"
         "try: main([sys.argv[1]])\nexcept SystemExit as end: assert end.code == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'yaml', 'rich'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    for option, expected in (("--help", "commands:"), ("--version", "understudy 0.")):
+    for option, expected in (("--help", "commands:"), ("--version", "tutelage 0.")):
         done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
@@ -215,7 +215,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 def test_config_show_does_not_import_torch() -> None:
     code = (
-        "import sys\nfrom understudy.cli import main\n"
+        "import sys\nfrom tutelage.cli import main\n"
         "main(['config', 'show', 'a.yaml'])\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
@@ -223,6 +223,6 @@ def test_config_show_does_not_import_torch() -> None:
 
 def test_python_dash_m() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "understudy", "train", "gone.yaml"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tutelage", "train", "gone.yaml"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (2, "understudy: error: gone.yaml: no such recipe\n")
+    assert (done.returncode, done.stderr) == (2, "tutelage: error: gone.yaml: no such recipe\n")

@@ -16,12 +16,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from understudy.config import Config, ConfigError, DiffusionConfig, Mistake, dump, load
-from understudy.config.explain import _known, sections
-from understudy.config.load import leaves
-from understudy.config.pools import pool_members
-from understudy.config.resume import EXACT, ONLY_NULL, TO_ROUNDING
-from understudy.config.schema import (
+from tutelage.config import Config, ConfigError, DiffusionConfig, Mistake, dump, load
+from tutelage.config.explain import _known, sections
+from tutelage.config.load import leaves
+from tutelage.config.pools import pool_members
+from tutelage.config.resume import EXACT, ONLY_NULL, TO_ROUNDING
+from tutelage.config.schema import (
     Checkpoint,
     Data,
     Distill,
@@ -36,9 +36,9 @@ from understudy.config.schema import (
     TextRollout,
     Validation,
 )
-from understudy.config.show import Row, _is_read, plain, show, table
-from understudy.config.tree import inline_yaml
-from understudy.errors import UserError
+from tutelage.config.show import Row, _is_read, plain, show, table
+from tutelage.config.tree import inline_yaml
+from tutelage.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = """\
@@ -546,7 +546,7 @@ def test_quickstart_shows_no_more_keys_than_a_screen_or_two(monkeypatch: pytest.
 
 
 def test_config_never_imports_torch() -> None:
-    code = "import sys, understudy.config, understudy.config.show; sys.exit('torch' in sys.modules)"
+    code = "import sys, tutelage.config, tutelage.config.show; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

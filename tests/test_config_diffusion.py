@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from understudy.cli import main
-from understudy.config import ConfigError, Mistake, load
-from understudy.config.diffusion import DRIFT, DiffusionConfig
+from tutelage.cli import main
+from tutelage.config import ConfigError, Mistake, load
+from tutelage.config.diffusion import DRIFT, DiffusionConfig
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MINIMAL: dict[str, Any] = {

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import tiny
-import understudy
-from understudy.agent_loop.contract import LoopContext, PromptTooLong
-from understudy.agent_loop.worker import AgentLoopWorker, EpisodeFailure
-from understudy.data.trajectory import COLUMNS, Column, Episode, EpisodeKey, Message, Prompt, Trajectory
-from understudy.engines.contract import GenerateRequest, Generation, Sampling
-from understudy.engines.torch_lm import TorchEngine
-from understudy.models.tokenizers import SafeTokenizer
-from understudy.record import RunDirectory
-from understudy.runtime.inline import InlineScheduler
+import tutelage
+from tutelage.agent_loop.contract import LoopContext, PromptTooLong
+from tutelage.agent_loop.worker import AgentLoopWorker, EpisodeFailure
+from tutelage.data.trajectory import COLUMNS, Column, Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.engines.contract import GenerateRequest, Generation, Sampling
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.record import RunDirectory
+from tutelage.runtime.inline import InlineScheduler
 
 CONTEXT, TURN, SAID = 48, 6, " Go on, please."
 TOKENIZER = SafeTokenizer(tiny.tokenizer())
@@ -29,8 +29,8 @@ LOOPS = '''
 from dataclasses import replace
 
 import torch
-from understudy.agent_loop.contract import register
-from understudy.data.trajectory import Trajectory
+from tutelage.agent_loop.contract import register
+from tutelage.data.trajectory import Trajectory
 
 
 @register("dialogue")
@@ -220,7 +220,7 @@ def test_a_run_whose_dialogues_fill_the_context(root: Path, name: str) -> None:
         "record": {"rollouts": "all"},
     }
     settings = tiny.settings(root, name=name, **sections) | chosen
-    run = understudy.train(understudy.Config.model_validate(settings))
+    run = tutelage.train(tutelage.Config.model_validate(settings))
     summary = RunDirectory.open(run).load_summary()
     assert summary["failed_groups"] == []
     assert all(value == value for when in ("before", "after") for value in summary["eval"][when].values())

@@ -12,11 +12,11 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from understudy.board import BOARD, Board, desks
-from understudy.desks import Call, Desks, Grant, Said, SharedDesks
-from understudy.errors import UserError
-from understudy.routing import AllReplicasFailed, Router
-from understudy.runtime.ray import Remote
+from tutelage.board import BOARD, Board, desks
+from tutelage.desks import Call, Desks, Grant, Said, SharedDesks
+from tutelage.errors import UserError
+from tutelage.routing import AllReplicasFailed, Router
+from tutelage.runtime.ray import Remote
 
 
 class Gate:
@@ -314,7 +314,7 @@ def test_two_processes_and_a_board(cluster: None) -> None:
             await third.call("begin", str(key))
         await until([2, 2])
         ray.kill(board.actor)
-        with pytest.raises(UserError, match=r"the run lost its board; .understudy resume. goes on .*board died"):
+        with pytest.raises(UserError, match=r"the run lost its board; .tutelage resume. goes on .*board died"):
             await third.call("finish")
 
     board = spawn(Light, BOARD, {"main": 2}, 2)

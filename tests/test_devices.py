@@ -20,21 +20,21 @@ from transformers import PreTrainedModel
 
 import tiny
 from test_packing import ARCHITECTURES, random_tokens
-from understudy import hosts
-from understudy.algorithms.contract import TeacherHead
-from understudy.algorithms.distill import distill
-from understudy.config.schema import Pool
-from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch, Key
-from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
-from understudy.engines.torch_lm import TorchEngine
-from understudy.errors import UserError
-from understudy.learner.text import Limits
-from understudy.learner.update import update
-from understudy.models.causal_lm import CausalLM
-from understudy.models.packing import pack
-from understudy.policy.text import log_probs
-from understudy.runtime.inline import InlineScheduler
+from tutelage import hosts
+from tutelage.algorithms.contract import TeacherHead
+from tutelage.algorithms.distill import distill
+from tutelage.config.schema import Pool
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch, Key
+from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.errors import UserError
+from tutelage.learner.text import Limits
+from tutelage.learner.update import update
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.packing import pack
+from tutelage.policy.text import log_probs
+from tutelage.runtime.inline import InlineScheduler
 
 AWAY = torch.device("meta")
 """What the pretended device is called; torch lets nobody invent a name."""

@@ -14,15 +14,15 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from understudy.models import digits, toy_images
-from understudy.models.digits import RECIPE, build, from_toy, images, prompts, write_prompts
-from understudy.models.flow.contract import Size, collate
-from understudy.models.flow.loading import load_flow_model
-from understudy.models.sources import ModelError, Progress
-from understudy.models.toy_images import Recipe
-from understudy.policy.flow import step
-from understudy.rewards.classifier import classifier
-from understudy.rewards.contract import Answer, Media
+from tutelage.models import digits, toy_images
+from tutelage.models.digits import RECIPE, build, from_toy, images, prompts, write_prompts
+from tutelage.models.flow.contract import Size, collate
+from tutelage.models.flow.loading import load_flow_model
+from tutelage.models.sources import ModelError, Progress
+from tutelage.models.toy_images import Recipe
+from tutelage.policy.flow import step
+from tutelage.rewards.classifier import classifier
+from tutelage.rewards.contract import Answer, Media
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "digits"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
@@ -164,7 +164,7 @@ class TestPaths:
     @pytest.fixture
     def seeds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Seeds that were built, into a cache of the test's own."""
-        monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
         def quick(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:

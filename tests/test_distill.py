@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from understudy.algorithms.contract import Algorithm, TeacherHead
-from understudy.algorithms.distill import choose_payload, distill, expand
-from understudy.algorithms.measures import TeacherMeasures
-from understudy.algorithms.objectives import OBJECTIVES, Settings
-from understudy.algorithms.policy import PolicySettings
-from understudy.certify import textbook
-from understudy.data.ragged import Ragged
-from understudy.data.trajectory import COLUMNS, Batch
-from understudy.losses import distillation
-from understudy.losses.contract import LossSum, ModelOut
+from tutelage.algorithms.contract import Algorithm, TeacherHead
+from tutelage.algorithms.distill import choose_payload, distill, expand
+from tutelage.algorithms.measures import TeacherMeasures
+from tutelage.algorithms.objectives import OBJECTIVES, Settings
+from tutelage.algorithms.policy import PolicySettings
+from tutelage.certify import textbook
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import COLUMNS, Batch
+from tutelage.losses import distillation
+from tutelage.losses.contract import LossSum, ModelOut
 
 VOCABULARY = 5
 DEFAULTS: dict[str, Any] = {

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from doc_blocks import PAGES, ROOT, BadPage, Block, Runner, furnish, read
-from understudy import cli
-from understudy.config.load import load
+from tutelage import cli
+from tutelage.config.load import load
 
 sys.path.insert(0, str(ROOT))
 
@@ -57,7 +57,7 @@ def test_the_loop_of_the_docs_makes_two_trajectories_of_an_episode(runner: Runne
 def test_commands_that_are_not_run_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for words in (words for block in BLOCKS if block.language == "console" for words in block.commands()):
-        if words[0].removeprefix(".venv/bin/") == "understudy":
+        if words[0].removeprefix(".venv/bin/") == "tutelage":
             args = vars(cli._parse(words[1:]))
             if "recipe" in args:
                 load(args["recipe"], args["overrides"])
@@ -151,8 +151,8 @@ def test_a_block_that_nobody_could_run_is_an_error(text: str, problem: str, tmp_
     ("language", "text", "error"),
     [
         ("console", "make test\n", "make is not run by tests"),
-        ("console", "understudy config show recipes/quickstart.yaml stepz=3\n", "ended with 2"),
-        ("python", "import understudy\nunderstudy.distil()\n", "distil"),
+        ("console", "tutelage config show recipes/quickstart.yaml stepz=3\n", "ended with 2"),
+        ("python", "import tutelage\ntutelage.distil()\n", "distil"),
         ("yaml", "rollout: {tempreture: 1.0}\n", "tempreture"),
         ("text", "never printed\n", "without a command above it"),
     ],
@@ -163,7 +163,7 @@ def test_a_block_that_fails_fails_the_page(language: str, text: str, error: str,
 
 
 def test_text_must_be_what_the_command_printed(runner: Runner) -> None:
-    runner.run(Block("page.md", 1, "console", "understudy config show recipes/quickstart.yaml --plain\n"))
+    runner.run(Block("page.md", 1, "console", "tutelage config show recipes/quickstart.yaml --plain\n"))
     runner.run(Block("page.md", 5, "text", (runner.printed or "").splitlines()[3] + "\n"))
     with pytest.raises(AssertionError, match=r"page\.md:9 is not part of what was printed"):
         runner.run(Block("page.md", 9, "text", "never printed\n"))

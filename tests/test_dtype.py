@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from understudy.models import dtype as dtype_module
-from understudy.models.dtype import choose_dtype
-from understudy.models.sources import ModelError
+from tutelage.models import dtype as dtype_module
+from tutelage.models.dtype import choose_dtype
+from tutelage.models.sources import ModelError
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of the test's own."""
-    monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

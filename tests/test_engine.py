@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import tiny
 from test_packing import ARCHITECTURES, own_logits, packed_model, random_tokens, reference
-from understudy.data.trajectory import Key
-from understudy.engines.contract import EngineError, GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
-from understudy.engines.torch_lm import TorchEngine
-from understudy.models.causal_lm import CausalLM
-from understudy.runtime.inline import InlineScheduler
+from tutelage.data.trajectory import Key
+from tutelage.engines.contract import EngineError, GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.models.causal_lm import CausalLM
+from tutelage.runtime.inline import InlineScheduler
 
 T = TypeVar("T")
 HANGS = 10.0

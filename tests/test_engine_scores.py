@@ -15,8 +15,8 @@ from torch import Tensor
 import tiny
 from test_engine import answers, engine, plain_log_probs, request, run, score_request
 from test_packing import own_logits, packed_model, random_tokens, reference
-from understudy.engines.contract import EngineError, Generation, ScoreRequest, Scores, Want
-from understudy.engines.torch_lm import TorchEngine
+from tutelage.engines.contract import EngineError, Generation, ScoreRequest, Scores, Want
+from tutelage.engines.torch_lm import TorchEngine
 
 ALL = Want(sampled=True, top_k=5, hidden=True)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from understudy.losses import flow as losses
-from understudy.policy import flow
+from tutelage.losses import flow as losses
+from tutelage.policy import flow
 
 
 def doubles(*shape: int, seed: int) -> Tensor:

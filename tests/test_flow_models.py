@@ -12,17 +12,17 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
 import tiny_flow
-from understudy.config.schema import Lora
-from understudy.models.flow.base import PipelineModel
-from understudy.models.flow.contract import Batch, Size, collate
-from understudy.models.flow.flux import Flux
-from understudy.models.flow.loading import load_flow_model
-from understudy.models.flow.qwen_image import QwenImage
-from understudy.models.flow.sd3 import StableDiffusion3
-from understudy.models.flow.wan import Wan
-from understudy.models.sources import ModelError
-from understudy.models.weights import trainable
-from understudy.policy import flow
+from tutelage.config.schema import Lora
+from tutelage.models.flow.base import PipelineModel
+from tutelage.models.flow.contract import Batch, Size, collate
+from tutelage.models.flow.flux import Flux
+from tutelage.models.flow.loading import load_flow_model
+from tutelage.models.flow.qwen_image import QwenImage
+from tutelage.models.flow.sd3 import StableDiffusion3
+from tutelage.models.flow.wan import Wan
+from tutelage.models.sources import ModelError
+from tutelage.models.weights import trainable
+from tutelage.policy import flow
 
 KINDS = list(tiny_flow.PIPELINES)
 ADAPTERS: dict[str, type[PipelineModel]] = {"sd3": StableDiffusion3, "qwen_image": QwenImage, "flux": Flux, "wan": Wan}

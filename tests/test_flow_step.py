@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from understudy.policy import flow
-from understudy.policy.flow import Kind
+from tutelage.policy import flow
+from tutelage.policy.flow import Kind
 
 
 def parts(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,10 +17,10 @@ import fsdp_ranks
 import tiny
 from fsdp_ranks import CASES, CLIP, UPDATES, Case, gradient_of, train
 from test_learner import LIMITS, distance
-from understudy.data.ragged import Ragged
-from understudy.learner.packing import deal, in_order
-from understudy.learner.ranks import alone
-from understudy.learner.update import NonFiniteLoss, measure, update
+from tutelage.data.ragged import Ragged
+from tutelage.learner.packing import deal, in_order
+from tutelage.learner.ranks import alone
+from tutelage.learner.update import NonFiniteLoss, measure, update
 
 WORLD = 2
 

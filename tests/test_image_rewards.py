@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import save_file
 
-from understudy.errors import UserError
-from understudy.rewards import ocr
-from understudy.rewards.classifier import check_options, classifier
-from understudy.rewards.compressibility import jpeg_compressibility, jpeg_incompressibility
-from understudy.rewards.contract import Answer, Judgement, Media, RewardSpec
-from understudy.rewards.http_scorer import http_scorer
-from understudy.rewards.images import picture
-from understudy.rewards.pool import RewardPool
+from tutelage.errors import UserError
+from tutelage.rewards import ocr
+from tutelage.rewards.classifier import check_options, classifier
+from tutelage.rewards.compressibility import jpeg_compressibility, jpeg_incompressibility
+from tutelage.rewards.contract import Answer, Judgement, Media, RewardSpec
+from tutelage.rewards.http_scorer import http_scorer
+from tutelage.rewards.images import picture
+from tutelage.rewards.pool import RewardPool
 
 
 def drawn(image: NDArray[np.uint8], ground_truth: Any = None) -> Answer:
@@ -169,7 +169,7 @@ def test_random_numbers_of_a_reward_depend_on_the_image(tmp_path: Path) -> None:
     plugin = tmp_path / "dice.py"
     plugin.write_text(
         "import random, sys\n"
-        "from understudy.rewards.contract import register_reward\n"
+        "from tutelage.rewards.contract import register_reward\n"
         "register_reward('dice')(lambda answer: random.random() + ('torch' in sys.modules))\n"
     )
     one, other = drawn(noise(1, 8, 8)), drawn(255 - noise(1, 8, 8))

@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 
-from understudy.errors import UserError
-from understudy.isolation.contract import Isolation
-from understudy.isolation.environment import clean_environment
-from understudy.isolation.process import IsolatedProcess
-from understudy.rewards.contract import Answer, Judgement, RewardSpec
-from understudy.rewards.pool import RewardPool
+from tutelage.errors import UserError
+from tutelage.isolation.contract import Isolation
+from tutelage.isolation.environment import clean_environment
+from tutelage.isolation.process import IsolatedProcess
+from tutelage.rewards.contract import Answer, Judgement, RewardSpec
+from tutelage.rewards.pool import RewardPool
 
 PLUGIN = '''
 import os, socket, struct, sys, tempfile, time
 from pathlib import Path
-from understudy.rewards.contract import register_reward
+from tutelage.rewards.contract import register_reward
 
 KEPT = []
 
@@ -329,8 +329,8 @@ Path("/proc/self/uid_map").write_text(f"{{uid}} {{uid}} 1")
 Path("/proc/self/gid_map").write_text(f"{{gid}} {{gid}} 1")
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
 Path("/proc/sys/user/max_net_namespaces").write_text("0")
-from understudy.rewards.contract import Answer, RewardSpec
-from understudy.rewards.pool import RewardPool
+from tutelage.rewards.contract import Answer, RewardSpec
+from tutelage.rewards.pool import RewardPool
 
 async def main():
     async with RewardPool({{"own": RewardSpec("act"), "asks": RewardSpec("act", network=True)}}, [{plugin!r}]) as pool:
@@ -373,8 +373,8 @@ def test_nothing_stays_behind_when_the_run_is_killed(plugin: str, mark: str, tmp
     scratch.mkdir()
     script = f"""
 import asyncio, os, time
-from understudy.rewards.contract import Answer, RewardSpec
-from understudy.rewards.pool import RewardPool
+from tutelage.rewards.contract import Answer, RewardSpec
+from tutelage.rewards.pool import RewardPool
 
 async def main():
     async with RewardPool({{"own": RewardSpec("act", timeout=600, env=("MARK",))}}, [{plugin!r}]) as pool:
@@ -410,7 +410,7 @@ def test_temporary_files_go_with_the_process(plugin: str, tmp_path: Path) -> Non
     (verdict,) = judged(RewardPool({"own": act()}, [plugin]), [f"scratch {tmp_path / 'where'}"])
     assert verdict.reward == 1.0
     where = Path((tmp_path / "where").read_text())
-    assert where.name.startswith("understudy-")
+    assert where.name.startswith("tutelage-")
     assert where.parent == Path(tempfile.gettempdir())
     assert not where.exists()
 

@@ -15,24 +15,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tiny
-from understudy.algorithms.contract import Algorithm, TeacherHead
-from understudy.algorithms.distill import distill
-from understudy.algorithms.objectives import Settings
-from understudy.algorithms.policy import PolicySettings
-from understudy.config.schema import Lora, Optimizer
-from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch, Key
-from understudy.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
-from understudy.engines.torch_lm import TorchEngine
-from understudy.learner.optimizer import build_optimizer
-from understudy.learner.text import Limits
-from understudy.learner.update import NonFiniteLoss, accumulate, measure, summarise, update
-from understudy.losses import distillation
-from understudy.losses.contract import LossSum, ModelOut
-from understudy.models.causal_lm import CausalLM
-from understudy.models.loading import apply_lora
-from understudy.models.weights import trainable
-from understudy.runtime.inline import InlineScheduler
+from tutelage.algorithms.contract import Algorithm, TeacherHead
+from tutelage.algorithms.distill import distill
+from tutelage.algorithms.objectives import Settings
+from tutelage.algorithms.policy import PolicySettings
+from tutelage.config.schema import Lora, Optimizer
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch, Key
+from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.learner.optimizer import build_optimizer
+from tutelage.learner.text import Limits
+from tutelage.learner.update import NonFiniteLoss, accumulate, measure, summarise, update
+from tutelage.losses import distillation
+from tutelage.losses.contract import LossSum, ModelOut
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.loading import apply_lora
+from tutelage.models.weights import trainable
+from tutelage.runtime.inline import InlineScheduler
 
 SHARED = 262
 """ids that student and teacher share; the heads have 270"""

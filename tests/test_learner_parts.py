@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from understudy.config.schema import Optimizer
-from understudy.data.ragged import Ragged
-from understudy.learner.optimizer import build_optimizer, learning_rate
-from understudy.learner.packing import micro_batches
-from understudy.learner.update import summarise
-from understudy.models.weights import trainable
+from tutelage.config.schema import Optimizer
+from tutelage.data.ragged import Ragged
+from tutelage.learner.optimizer import build_optimizer, learning_rate
+from tutelage.learner.packing import micro_batches
+from tutelage.learner.update import summarise
+from tutelage.models.weights import trainable
 
 
 @pytest.mark.parametrize(

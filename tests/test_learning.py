@@ -19,15 +19,15 @@ from test_engine import answers, engine, plain_log_probs, request, score_request
 from test_engine_scores import positions, scored
 from test_learner import LIMITS, PLAIN, algorithm, distance, gradients, make_batch, padded_gradients, ready
 from test_packing import random_tokens
-from understudy.algorithms.contract import Algorithm
-from understudy.algorithms.grpo import grpo
-from understudy.algorithms.policy import PolicySettings, ReadLogp
-from understudy.algorithms.ppo import ppo, reinforce_plus_plus
-from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch, GroupKey, Key
-from understudy.engines.contract import Want
-from understudy.learner.update import measure, update
-from understudy.learning import (
+from tutelage.algorithms.contract import Algorithm
+from tutelage.algorithms.grpo import grpo
+from tutelage.algorithms.policy import PolicySettings, ReadLogp
+from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch, GroupKey, Key
+from tutelage.engines.contract import Want
+from tutelage.learner.update import measure, update
+from tutelage.learning import (
     Learned,
     Schedule,
     Trainable,
@@ -38,9 +38,9 @@ from understudy.learning import (
     summary,
     updates,
 )
-from understudy.models.causal_lm import CausalLM
-from understudy.models.packing import Pack
-from understudy.queue import BatchRef, MemoryQueue
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.packing import Pack
+from tutelage.queue import BatchRef, MemoryQueue
 
 SEVERAL = PolicySettings(several_updates=True)
 EPISODES = (1, 3, 2, 1, 1, 2)

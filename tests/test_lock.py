@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import tiny
-import understudy
-from understudy.agent_loop.contract import LoopContext, register
-from understudy.agent_loop.single_turn import SingleTurn
-from understudy.cli import main
-from understudy.data.trajectory import Episode, Prompt
-from understudy.errors import UserError
-from understudy.record.lock import LOCK, locked
+import tutelage
+from tutelage.agent_loop.contract import LoopContext, register
+from tutelage.agent_loop.single_turn import SingleTurn
+from tutelage.cli import main
+from tutelage.data.trajectory import Episode, Prompt
+from tutelage.errors import UserError
+from tutelage.record.lock import LOCK, locked
 
 SEEN: list[str] = []
 
@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Path:
-    return understudy.train(tiny.config(root, name="finished", steps=2))
+    return tutelage.train(tiny.config(root, name="finished", steps=2))
 
 
 def contents(path: Path) -> dict[str, tuple[bytes, int]]:
@@ -66,10 +66,10 @@ def test_a_run_that_is_held_is_neither_resumed_nor_started_again(
         said = capsys.readouterr().err
         assert f"{finished} is in use by process {os.getpid()} on {socket.gethostname()}" in said
         with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-            understudy.train(tiny.config(root, name="finished"))
+            tutelage.train(tiny.config(root, name="finished"))
         settings = tiny.settings(root)
         with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-            understudy.distill(
+            tutelage.distill(
                 settings["student"], settings["teachers"]["main"], ["Hi."], name="finished", out=settings["out"]
             )
         assert contents(finished) == before, "a checkpoint in writing is left alone"
@@ -97,8 +97,8 @@ def test_a_run_holds_its_directory_from_start_to_end(root: Path, finished: Path)
     data = {"train": str(prompts), "validation": None}
     sections: dict[str, Any] = {"prompts_per_step": 1, "rollout": {"agent_loop": "lock_intruder"}, "data": data}
     SEEN.clear()
-    understudy.train(tiny.config(root, name="watched", steps=1, **sections))
-    understudy.resume(run, steps=2)
+    tutelage.train(tiny.config(root, name="watched", steps=1, **sections))
+    tutelage.resume(run, steps=2)
     assert len(SEEN) == 2
     assert all(f"in use by process {os.getpid()}" in said for said in SEEN)
     assert not (run / LOCK).exists()
@@ -108,7 +108,7 @@ def test_a_run_holds_its_directory_from_start_to_end(root: Path, finished: Path)
 HOLD = """
 import sys, time
 from pathlib import Path
-from understudy.record.lock import locked
+from tutelage.record.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -134,10 +134,10 @@ def test_a_start_that_is_refused_leaves_no_directory(tmp_path: Path) -> None:
     settings = tiny.settings(
         tmp_path, out=str(tmp_path / "deep" / "runs"), data={"train": str(tmp_path / "none.jsonl")}
     )
-    from understudy.config.schema import Config
+    from tutelage.config.schema import Config
 
     with pytest.raises(UserError, match=r"none\.jsonl"):
-        understudy.train(Config.model_validate(settings))
+        tutelage.train(Config.model_validate(settings))
     assert not (tmp_path / "deep").exists()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from understudy.losses.distillation import (
+from tutelage.losses.distillation import (
     FLOOR,
     RATIO_LIMIT,
     buckets,
@@ -30,7 +30,7 @@ from understudy.losses.distillation import (
     reverse_kl,
     teacher_buckets,
 )
-from understudy.losses.policy_gradient import dual_clip
+from tutelage.losses.policy_gradient import dual_clip
 
 Full = Callable[[Tensor, Tensor], Tensor]
 """(student log-probs, teacher log-probs), both [actions, vocabulary], → [actions]"""

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 import tiny
-from understudy.config.schema import Lora, Model, Student
-from understudy.models import dtype as dtype_module
-from understudy.models.heads import head_vocabulary, load_head
-from understudy.models.loading import apply_lora, cut_layers, load_causal_lm, save_hf
-from understudy.models.sources import ModelError, resolve
-from understudy.models.tokenizers import SafeTokenizer, load_tokenizer
+from tutelage.config.schema import Lora, Model, Student
+from tutelage.models import dtype as dtype_module
+from tutelage.models.heads import head_vocabulary, load_head
+from tutelage.models.loading import apply_lora, cut_layers, load_causal_lm, save_hf
+from tutelage.models.sources import ModelError, resolve
+from tutelage.models.tokenizers import SafeTokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of the test's own."""
-    monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

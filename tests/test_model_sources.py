@@ -21,11 +21,11 @@ from transformers import (
 )
 
 import tiny
-from understudy.data.trajectory import Message
-from understudy.errors import UserError
-from understudy.models import sources
-from understudy.models.sources import ModelError, resolve, whole_directory
-from understudy.models.tokenizers import SafeTokenizer
+from tutelage.data.trajectory import Message
+from tutelage.errors import UserError
+from tutelage.models import sources
+from tutelage.models.sources import ModelError, resolve, whole_directory
+from tutelage.models.tokenizers import SafeTokenizer
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of the test's own."""
-    monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

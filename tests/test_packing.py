@@ -24,9 +24,9 @@ from transformers import (
 )
 
 import tiny
-from understudy.models.attention import UnsupportedAttention
-from understudy.models.causal_lm import CausalLM
-from understudy.models.packing import SHORTEST_PREFIX, Pack, PrefixCache, PrefixEntry, pack
+from tutelage.models.attention import UnsupportedAttention
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.packing import SHORTEST_PREFIX, Pack, PrefixCache, PrefixEntry, pack
 
 CAPS: dict[str, Any] = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}
 ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -390,7 +390,7 @@ def test_a_model_that_does_not_hand_the_plan_on_is_refused() -> None:
 
 
 def test_a_model_loaded_with_another_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="load the model with attention 'understudy', not 'eager'"):
+    with pytest.raises(ValueError, match="load the model with attention 'tutelage', not 'eager'"):
         CausalLM(tiny.model(attention="eager"))
 
 
@@ -398,7 +398,7 @@ def test_a_model_keeps_its_attention_and_its_weights_when_it_is_wrapped() -> Non
     model = tiny.model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     CausalLM(model)
-    assert model.config._attn_implementation == "understudy"
+    assert model.config._attn_implementation == "tutelage"
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import tiny_flow
 import tiny_paint
-from understudy.data.trajectory import Key
-from understudy.engines.contract import EngineError, Painted, Painting, PaintRequest, StepScoreRequest, Want
-from understudy.engines.diffusion import DiffusionEngine
-from understudy.models.flow.base import PipelineModel
-from understudy.models.flow.contract import collate
-from understudy.policy import flow
-from understudy.runtime.inline import InlineScheduler
+from tutelage.data.trajectory import Key
+from tutelage.engines.contract import EngineError, Painted, Painting, PaintRequest, StepScoreRequest, Want
+from tutelage.engines.diffusion import DiffusionEngine
+from tutelage.models.flow.base import PipelineModel
+from tutelage.models.flow.contract import collate
+from tutelage.policy import flow
+from tutelage.runtime.inline import InlineScheduler
 
 GUIDANCE = 3.0
 

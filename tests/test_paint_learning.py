@@ -16,18 +16,18 @@ from torch import Tensor
 
 import tiny
 import tiny_paint
-import understudy
-from understudy.config.diffusion import DiffusionConfig
-from understudy.data.ragged import Ragged
-from understudy.data.trajectory import Batch
-from understudy.errors import UserError
-from understudy.learner.flow import StepLimits
-from understudy.learner.ranks import alone
-from understudy.learner.update import accumulate, measure
-from understudy.learning import Learner, Schedule, Share, prepare
-from understudy.record import RunDirectory
-from understudy.record.display import Display
-from understudy.train import open_run
+import tutelage
+from tutelage.config.diffusion import DiffusionConfig
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch
+from tutelage.errors import UserError
+from tutelage.learner.flow import StepLimits
+from tutelage.learner.ranks import alone
+from tutelage.learner.update import accumulate, measure
+from tutelage.learning import Learner, Schedule, Share, prepare
+from tutelage.record import RunDirectory
+from tutelage.record.display import Display
+from tutelage.train import open_run
 
 ROWS, TRAINED = 6, 2
 NOISE, CLIP = 0.7, 1e-2
@@ -334,7 +334,7 @@ def test_distillation_is_the_kl_of_two_gaussians(root: Path) -> None:
 def test_distillation_brings_the_student_closer(root: Path) -> None:
     sections = {"data": {"validation": None}, "rollout": {"window": 0}, "optimizer": {"lr": 1e-3}}
     config = distillation(root, tiny_paint.teacher(root), name="closer", steps=8, **sections)
-    losses = [line["divergence"] for line in tiny.lines(understudy.train(config) / "metrics.jsonl")]
+    losses = [line["divergence"] for line in tiny.lines(tutelage.train(config) / "metrics.jsonl")]
     assert losses[-1] < 0.9 * losses[0]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import tiny
 import tiny_paint
-import understudy
+import tutelage
 
 
 def test_distillation_of_a_painter_with_engines_teacher_and_learner_in_processes_of_their_own(tmp_path: Path) -> None:
@@ -22,9 +22,9 @@ def test_distillation_of_a_painter_with_engines_teacher_and_learner_in_processes
         "optimizer": {"name": "sgd", "lr": 1e-3, "ema": 0.5},
     }
     settings = {**tiny_paint.settings(tmp_path), **common}
-    here = understudy.train(tiny_paint.DiffusionConfig.model_validate({**settings, "name": "here"}))
+    here = tutelage.train(tiny_paint.DiffusionConfig.model_validate({**settings, "name": "here"}))
     on_ray = {"name": "there", "runtime": "ray", "pools": {"student": {"replicas": 2}}}
-    there = understudy.train(tiny_paint.DiffusionConfig.model_validate({**settings, **on_ray}))
+    there = tutelage.train(tiny_paint.DiffusionConfig.model_validate({**settings, **on_ray}))
     steps = list(zip(*(tiny.lines(run / "metrics.jsonl") for run in (here, there)), strict=True))
     assert len(steps) == 2
     for one, other in steps:

@@ -20,17 +20,17 @@ from rich.console import Console
 import tiny
 import tiny_flow
 import tiny_paint
-import understudy
-from understudy.agent_loop.contract import derive_seed
-from understudy.checkpoint import CheckpointStore, load
-from understudy.cli import main
-from understudy.config.diffusion import DiffusionConfig
-from understudy.data.trajectory import Batch
-from understudy.learning import Trainable
-from understudy.policy.flow import window
-from understudy.record import RunDirectory
-from understudy.record.display import Display
-from understudy.train import Run, open_run
+import tutelage
+from tutelage.agent_loop.contract import derive_seed
+from tutelage.checkpoint import CheckpointStore, load
+from tutelage.cli import main
+from tutelage.config.diffusion import DiffusionConfig
+from tutelage.data.trajectory import Batch
+from tutelage.learning import Trainable
+from tutelage.policy.flow import window
+from tutelage.record import RunDirectory
+from tutelage.record.display import Display
+from tutelage.train import Run, open_run
 
 PATIENCE = 60.0
 """Seconds after which a process that shows no progress is given up."""
@@ -95,7 +95,7 @@ def test_rows_of_a_step_hold_media_and_how_they_were_made(root: Path, kind: str)
 
 @pytest.mark.parametrize("kind", ["sd3", "wan"])
 def test_a_run_trains_and_writes_down_what_it_did(root: Path, kind: str) -> None:
-    run = understudy.train(tiny_paint.config(root, kind, name=f"run-{kind}", optimizer={"micro_batch_steps": 6}))
+    run = tutelage.train(tiny_paint.config(root, kind, name=f"run-{kind}", optimizer={"micro_batch_steps": 6}))
     lines = tiny.lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
@@ -112,7 +112,7 @@ def test_a_run_trains_and_writes_down_what_it_did(root: Path, kind: str) -> None
 
 
 def _start(root: Path, kind: str) -> dict[str, torch.Tensor]:
-    from understudy.models.flow.loading import load_flow_model
+    from tutelage.models.flow.loading import load_flow_model
 
     return dict(load_flow_model(tiny_paint.directory(root, kind)).transformer.named_parameters())
 
@@ -132,7 +132,7 @@ def _start(root: Path, kind: str) -> dict[str, torch.Tensor]:
 def test_other_ways_to_learn_run_too(root: Path, sections: dict[str, Any], request: pytest.FixtureRequest) -> None:
     settings = tiny_paint.settings(root, name=request.node.callspec.id, **sections)
     settings["algorithm"] = {name: value for name, value in settings["algorithm"].items() if value is not None}
-    lines = tiny.lines(understudy.train(DiffusionConfig.model_validate(settings)) / "metrics.jsonl")
+    lines = tiny.lines(tutelage.train(DiffusionConfig.model_validate(settings)) / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["grad_norm"] > 0 for line in lines)
 
@@ -151,12 +151,12 @@ def checkpoint_of(run: Path) -> Any:
 
 
 def test_killed_and_resumed_it_ends_bit_for_bit_the_same(root: Path) -> None:
-    straight = understudy.train(tiny_paint.config(root, name="straight", **RESUMED))
+    straight = tutelage.train(tiny_paint.config(root, name="straight", **RESUMED))
     recipe, run = tiny_paint.recipe(root, name="killed", **RESUMED), root / "runs" / "killed"
     log = root / "killed.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "understudy", "train", str(recipe)],
+            [sys.executable, "-m", "tutelage", "train", str(recipe)],
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -171,7 +171,7 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(root: Path) -> None:
             process.kill()
         assert process.wait() == -signal.SIGKILL, log.read_text()
     assert not (run / "summary.json").exists()
-    understudy.resume(run)
+    tutelage.resume(run)
     first, second = checkpoint_of(run), checkpoint_of(straight)
     assert first.step == second.step == 4
     for part in ("model", "average", "optimizer", "rng"):
@@ -186,8 +186,8 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(root: Path) -> None:
 def test_evaluation_uses_the_running_mean_and_gives_the_weights_back(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from understudy import history
-    from understudy.evaluate_pictures import PictureEvaluator
+    from tutelage import history
+    from tutelage.evaluate_pictures import PictureEvaluator
 
     own, evaluate, seen = history.validate, PictureEvaluator.__call__, []
     config = tiny_paint.config(root, name="mean", steps=2, optimizer={"ema": 0.9, "lr": 1e-2})
@@ -210,7 +210,7 @@ def test_evaluation_uses_the_running_mean_and_gives_the_weights_back(
 
     monkeypatch.setattr(PictureEvaluator, "__call__", watched)
     monkeypatch.setattr(history, "validate", validate)
-    understudy.train(config)
+    tutelage.train(config)
     assert [name for name, _ in seen] == ["before", "inside", "after"] * 2
     (weights, mean), inside, after = (found for _, found in seen[3:])
     assert tiny.same(inside[0], mean)
@@ -228,7 +228,7 @@ def test_an_exported_run_paints_the_same_in_diffusers(root: Path, sections: dict
     sections["optimizer"] = {"lr": 3e-2, **sections.get("optimizer", {})}
     name = f"exported-{lora}"
     config = tiny_paint.config(root, name=name, **sections)
-    run = understudy.train(config)
+    run = tutelage.train(config)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "out")  # type: ignore[no-untyped-call]
     pipe.set_progress_bar_config(disable=True)
@@ -252,8 +252,8 @@ def test_an_exported_run_paints_the_same_in_diffusers(root: Path, sections: dict
 
 def train_model(run: Path, config: DiffusionConfig) -> Any:
     """The student with the weights of the last checkpoint: their running mean, where there is one."""
-    from understudy import build_flow
-    from understudy.models.weights import copy_into
+    from tutelage import build_flow
+    from tutelage.models.weights import copy_into
 
     model = build_flow.student_model(config)
     tensors = checkpoint_of(run).tensors

@@ -1,4 +1,4 @@
-"""`understudy plan`: what it says of columns and memory is what a run then has."""
+"""`tutelage plan`: what it says of columns and memory is what a run then has."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import pytest
 import torch
 
 import tiny
-import understudy
-from understudy import plan as planning
-from understudy.assemble import assemble
-from understudy.backstage import Embedded
-from understudy.cli import main
-from understudy.config.load import load
-from understudy.config.schema import Config, Model
-from understudy.models import arithmetic
-from understudy.models.attention import KeyValueCache
-from understudy.models.dtype import Verdict
-from understudy.models.packing import pack
-from understudy.models.sources import ModelError
-from understudy.plan import Plan, model_sizes, plan, show
-from understudy.signals import build_algorithm
+import tutelage
+from tutelage import plan as planning
+from tutelage.assemble import assemble
+from tutelage.backstage import Embedded
+from tutelage.cli import main
+from tutelage.config.load import load
+from tutelage.config.schema import Config, Model
+from tutelage.models import arithmetic
+from tutelage.models.attention import KeyValueCache
+from tutelage.models.dtype import Verdict
+from tutelage.models.packing import pack
+from tutelage.models.sources import ModelError
+from tutelage.plan import Plan, model_sizes, plan, show
+from tutelage.signals import build_algorithm
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = sorted(path for path in RECIPES.rglob("*.yaml") if not path.parent.name.startswith("_"))
@@ -66,8 +66,8 @@ def nothing_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.fail("a plan makes no models")
 
     monkeypatch.setattr(arithmetic, "build", build)
-    monkeypatch.setattr("understudy.models.sources._convert", build)
-    monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tutelage.models.sources._convert", build)
+    monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -147,7 +147,7 @@ def test_the_columns_are_those_of_a_real_update(case: str, tmp_path: Path, monke
     else:
         config = tiny.config(tmp_path, **sections, data={"validation": None})
     planned = plan(config)
-    module = importlib.import_module("understudy.learning")
+    module = importlib.import_module("tutelage.learning")
     real, batches = module.__dict__["update"], []
 
     def update(model: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:
@@ -155,7 +155,7 @@ def test_the_columns_are_those_of_a_real_update(case: str, tmp_path: Path, monke
         return real(model, optimizer, batch, *rest)
 
     monkeypatch.setattr(module, "update", update)
-    understudy.train(config)
+    tutelage.train(config)
     assert batches
     for batch in batches:
         present = {
@@ -299,7 +299,7 @@ def test_all_models_that_cannot_be_used_are_named(tmp_path: Path, capsys: pytest
     gone = [f"student.path={tmp_path / 'a'}", f"teachers.main.path={tmp_path / 'b'}"]
     assert main(["plan", str(recipe), *gone]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("understudy: error: 2 models cannot be used")
+    assert error.startswith("tutelage: error: 2 models cannot be used")
     assert f"student: model directory {tmp_path / 'a'} does not exist" in error
     assert f"teachers.main: model directory {tmp_path / 'b'} does not exist" in error
 
@@ -332,13 +332,13 @@ def test_readable(count: int, text: str) -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys\nfrom understudy.cli import main\n"
+        "import sys\nfrom tutelage.cli import main\n"
         "try: main(['plan', '--help'])\nexcept SystemExit as end: assert end.code == 0\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "example: understudy plan " in done.stdout
+    assert "example: tutelage plan " in done.stdout
 
 
 ON_GPUS = {1: RECIPES / "ray" / "opd_1x8.yaml", 4: RECIPES / "ray" / "opd_4x8.yaml"}
@@ -444,7 +444,7 @@ def test_checkpointing_takes_less(tmp_path: Path) -> None:
 @pytest.fixture
 def safe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan counts; it need not compute in bfloat16 on this machine."""
-    monkeypatch.setattr("understudy.models.dtype.probe", lambda: Verdict(speedup=2.0))
+    monkeypatch.setattr("tutelage.models.dtype.probe", lambda: Verdict(speedup=2.0))
 
 
 HALF = {"dtype": "bfloat16"}
@@ -523,7 +523,7 @@ def test_models_that_are_only_described(tmp_path: Path) -> None:
 
 def test_a_plan_never_imports_ray() -> None:
     code = (
-        "import sys\nfrom understudy.cli import main\n"
+        "import sys\nfrom tutelage.cli import main\n"
         f"assert main(['plan', {str(ON_GPUS[1])!r}, '--cluster', 'nodes=1,gpus=8']) == 0\n"
         "sys.exit('ray' in sys.modules)"
     )
@@ -535,7 +535,7 @@ def test_the_docs_show_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: 
     """Every block of text on the page is part of what the command above it prints."""
     monkeypatch.chdir(RECIPES.parent)
     page = (RECIPES.parent / "docs" / "clusters.md").read_text()
-    pairs = re.findall(r"```console\nunderstudy (plan .*?)\n```.*?```text\n(.*?)\n```", page, flags=re.DOTALL)
+    pairs = re.findall(r"```console\ntutelage (plan .*?)\n```.*?```text\n(.*?)\n```", page, flags=re.DOTALL)
     assert len(pairs) == 3
     for command, text in pairs:
         main(command.split())

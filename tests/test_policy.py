@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from understudy.policy.text import Draw, DrawSettings, draw, log_probs, token_logp
+from tutelage.policy.text import Draw, DrawSettings, draw, log_probs, token_logp
 
 N = 20_000
 

@@ -13,10 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from understudy.algorithms.policy import ClippedLoss, PolicySettings
-from understudy.losses.contract import ModelOut
-from understudy.losses.distillation import FLOOR
-from understudy.losses.policy_gradient import (
+from tutelage.algorithms.policy import ClippedLoss, PolicySettings
+from tutelage.losses.contract import ModelOut
+from tutelage.losses.distillation import FLOOR
+from tutelage.losses.policy_gradient import (
     LOG_RATIO_LIMIT,
     ImportanceMode,
     KlEstimator,
@@ -25,7 +25,7 @@ from understudy.losses.policy_gradient import (
     importance_weight,
     kl_penalty,
 )
-from understudy.losses.value import value_loss
+from tutelage.losses.value import value_loss
 
 
 def f64(*values: float) -> Tensor:

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 import tiny
-from understudy.assemble import Prompts
-from understudy.config.schema import Data
-from understudy.data.prompts import PromptError, PromptSet, PromptStream, load_prompts
-from understudy.data.trajectory import Message, Prompt
+from tutelage.assemble import Prompts
+from tutelage.config.schema import Data
+from tutelage.data.prompts import PromptError, PromptSet, PromptStream, load_prompts
+from tutelage.data.trajectory import Message, Prompt
 
 SHIPPED = Path(__file__).parent.parent / "recipes" / "data"
 FORMATS = ("jsonl", "parquet", "dataset")

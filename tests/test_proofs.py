@@ -21,10 +21,10 @@ import table  # noqa: E402
 def project(tmp_path: Path) -> Path:
     """A project in small: a package, a recipe that extends another and reads data and a plugin, and unrelated files."""
     files = {
-        "src/understudy/train.py": "code",
-        "src/understudy/losses/a.py": "code",
-        "src/understudy/cli.py": "unrelated",
-        "src/understudy/record/report.py": "unrelated",
+        "src/tutelage/train.py": "code",
+        "src/tutelage/losses/a.py": "code",
+        "src/tutelage/cli.py": "unrelated",
+        "src/tutelage/record/report.py": "unrelated",
         "recipes/child.yaml": "extends: base.yaml\nplugins: [plugins/mine.py]\n",
         "recipes/base.yaml": "data: {train: data/train.jsonl}\n",
         "recipes/other.yaml": "steps: 1\n",
@@ -40,7 +40,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def record(project: Path, **changed: Any) -> dict[str, Any]:
-    run = {"command": "understudy train recipes/child.yaml"}
+    run = {"command": "tutelage train recipes/child.yaml"}
     content = {
         "proof": "child",
         "passed": True,
@@ -57,15 +57,15 @@ def record(project: Path, **changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "matters"),
     [
-        ("src/understudy/train.py", True),
-        ("src/understudy/losses/a.py", True),
+        ("src/tutelage/train.py", True),
+        ("src/tutelage/losses/a.py", True),
         ("recipes/child.yaml", True),
         ("recipes/base.yaml", True),
         ("recipes/data/train.jsonl", True),
         ("recipes/plugins/mine.py", True),
         ("recipes/other.yaml", False),
-        ("src/understudy/cli.py", False),
-        ("src/understudy/record/report.py", False),
+        ("src/tutelage/cli.py", False),
+        ("src/tutelage/record/report.py", False),
         ("docs/x.md", False),
     ],
 )
@@ -110,9 +110,9 @@ def test_the_page_of_the_docs_is_made_from_the_records() -> None:
 def test_a_run_over_text_in_one_process_loads_nothing_that_its_record_does_not_depend_on(tmp_path: Path) -> None:
     """Otherwise a change there would not mark the record stale."""
     code = (
-        "import sys, tiny, understudy; from pathlib import Path; root = Path(sys.argv[1]); tiny.settings(root)\n"
-        "understudy.train(tiny.config(root, name='small', steps=1))\n"
-        "print(*sorted(n.removeprefix('understudy.').replace('.', '/') for n in sys.modules if 'understudy.' in n))"
+        "import sys, tiny, tutelage; from pathlib import Path; root = Path(sys.argv[1]); tiny.settings(root)\n"
+        "tutelage.train(tiny.config(root, name='small', steps=1))\n"
+        "print(*sorted(n.removeprefix('tutelage.').replace('.', '/') for n in sys.modules if 'tutelage.' in n))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT / "tests", capture_output=True, text=True, check=True
@@ -122,5 +122,5 @@ def test_a_run_over_text_in_one_process_loads_nothing_that_its_record_does_not_d
     assert "losses/distillation" in loaded
     left_out = (*table.PAINTING, *table.CLUSTER)
     assert [name for name in loaded if f"{name}.py".startswith(left_out)] == []
-    everything = [p.relative_to(ROOT / "src/understudy").as_posix() for p in (ROOT / "src/understudy").rglob("*.py")]
+    everything = [p.relative_to(ROOT / "src/tutelage").as_posix() for p in (ROOT / "src/tutelage").rglob("*.py")]
     assert [part for part in left_out if not any(name.startswith(part) for name in everything)] == [], "no such file"

@@ -8,9 +8,9 @@ import pickle
 import torch
 
 from queue_contract import group, key, make_row, run, teacher
-from understudy.data.trajectory import Key
-from understudy.queue.clerk import Answer, Clerk, Reply, Request
-from understudy.queue.schema import describe
+from tutelage.data.trajectory import Key
+from tutelage.queue.clerk import Answer, Clerk, Reply, Request
+from tutelage.queue.schema import describe
 
 
 async def begin(clerk: Clerk, requests: list[Request]) -> Reply:

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher
 from queue_objects import ObjectContract
-from understudy.data.trajectory import COLUMNS, Column, Key
-from understudy.queue import (
+from tutelage.data.trajectory import COLUMNS, Column, Key
+from tutelage.queue import (
     MemoryQueue,
     QueueTimeout,
     SampleQueue,
     SchemaError,
     schema,
 )
-from understudy.queue.groups import Uids as _Uids
+from tutelage.queue.groups import Uids as _Uids
 
 
 def check_row(at: Key, columns: Mapping[str, Any]) -> schema.Lengths:

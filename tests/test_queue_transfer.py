@@ -25,12 +25,12 @@ tq = pytest.importorskip("transfer_queue")
 import tiny  # noqa: E402
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
 from queue_objects import ObjectContract  # noqa: E402
-from understudy.errors import RunLost  # noqa: E402
-from understudy.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
-from understudy.queue.clerk import Clerk, Reply  # noqa: E402
-from understudy.queue.transfer_queue import TransferSampleQueue, start  # noqa: E402
-from understudy.queue.transfer_store import from_batch_meta, to_batch_meta, to_kv_meta  # noqa: E402
-from understudy.runtime.ray import Remote, needing  # noqa: E402
+from tutelage.errors import RunLost  # noqa: E402
+from tutelage.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
+from tutelage.queue.clerk import Clerk, Reply  # noqa: E402
+from tutelage.queue.transfer_queue import TransferSampleQueue, start  # noqa: E402
+from tutelage.queue.transfer_store import from_batch_meta, to_batch_meta, to_kv_meta  # noqa: E402
+from tutelage.runtime.ray import Remote, needing  # noqa: E402
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 """A call takes milliseconds here; the plans are the same as for the other back ends."""
@@ -315,7 +315,7 @@ def test_writes_within_the_window_go_out_together(
 def test_a_large_batch_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         queue = alone()
-        monkeypatch.setattr("understudy.queue.transfer_queue._PART", 1000)
+        monkeypatch.setattr("tutelage.queue.transfer_queue._PART", 1000)
         rows = [make_row(mark=uid, length=60, actions=0) for uid in range(10)]
         puts: list[int] = []
         plain = transfer_store.put
@@ -431,7 +431,7 @@ def test_a_start_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("package", ["ray", "transfer_queue"])
 def test_a_missing_package_is_named_with_its_extra(package: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; import understudy.queue.transfer_queue"
+    code = f"import sys; sys.modules[{package!r}] = None; import tutelage.queue.transfer_queue"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert f"UserError: the TransferQueue back end needs the package {package!r}" in ran.stderr
     assert "pip install --editable '.[ray]'" in ran.stderr

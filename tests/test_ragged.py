@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from understudy.data.ragged import Ragged, concatenate, offsets_of
+from tutelage.data.ragged import Ragged, concatenate, offsets_of
 
 DTYPES = (torch.float32, torch.int64, torch.int32, torch.bool)
 TRAILING = ((), (1,), (3,), (2, 3), (0,))

@@ -10,14 +10,14 @@ import psutil
 import pytest
 
 import tiny
-import understudy
-from understudy.cli import main
-from understudy.record import RunDirectory
-from understudy.record.timeline import overlaps
+import tutelage
+from tutelage.cli import main
+from tutelage.record import RunDirectory
+from tutelage.record.timeline import overlaps
 
 LOOP = """
 from dataclasses import replace
-from understudy.agent_loop.contract import register
+from tutelage.agent_loop.contract import register
 
 
 @register("ray_staggered")
@@ -30,7 +30,7 @@ class Staggered:
 """
 REWARD = """
 import time
-from understudy.rewards.contract import register_reward
+from tutelage.rewards.contract import register_reward
 
 
 @register_reward("ray_hangs_for_one")
@@ -71,8 +71,8 @@ def both(root: Path) -> tuple[Path, Path]:
         "validation": {"max_tokens": 5},
         "optimizer": {"name": "sgd", "lr": 0.5},
     }
-    here = understudy.train(tiny.config(root, name="here", **common))
-    return here, understudy.train(tiny.config(root, name="there", **(common | ON_RAY)))
+    here = tutelage.train(tiny.config(root, name="here", **common))
+    return here, tutelage.train(tiny.config(root, name="there", **(common | ON_RAY)))
 
 
 def tokens(run: Path) -> list[tuple[int, ...]]:
@@ -160,8 +160,8 @@ def test_a_sharded_checkpoint_is_exported_and_resumed_in_one_process(runs: tuple
     assert (out / "config.json").is_file()
     text = (there / "config.yaml").read_text().replace("runtime: ray", "runtime: inline")
     (there / "config.yaml").write_text(text)
-    understudy.resume(there, steps=6)
-    understudy.resume(here, steps=6)
+    tutelage.resume(there, steps=6)
+    tutelage.resume(here, steps=6)
     assert tiny.lines(there / "metrics.jsonl")[-1]["loss"] == pytest.approx(
         tiny.lines(here / "metrics.jsonl")[-1]["loss"], rel=1e-4
     )

@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 import tiny
-import understudy
-from understudy.checkpoint import CheckpointStore
-from understudy.desks import STUDENT, of_teacher
-from understudy.distributed import Distributed
-from understudy.errors import UserError
-from understudy.record import RunDirectory
-from understudy.runtime.ray import Remote
+import tutelage
+from tutelage.checkpoint import CheckpointStore
+from tutelage.desks import STUDENT, of_teacher
+from tutelage.distributed import Distributed
+from tutelage.errors import UserError
+from tutelage.record import RunDirectory
+from tutelage.runtime.ray import Remote
 
 PATIENCE = 400.0
 """Seconds before a test gives up waiting for something to kill."""
@@ -30,7 +30,7 @@ PLUGIN: list[Path] = []
 LOOP = """
 from dataclasses import replace
 import torch
-from understudy.agent_loop.contract import register
+from tutelage.agent_loop.contract import register
 
 
 @register("ray_long")
@@ -183,12 +183,12 @@ def test_a_run_survives_the_loss_of_a_teacher_a_student_and_a_worker(
     chosen = {"steps": 8, "optimizer": {"name": "adamw", "lr": 1e-2}}
     assassin = Assassin(teacher, student, worker)
     hire(tmp_path / "runs" / "killed", assassin)
-    config = understudy.Config.model_validate(settings(tmp_path, name="killed", pools=pools, **chosen))
-    run = understudy.train(config)
+    config = tutelage.Config.model_validate(settings(tmp_path, name="killed", pools=pools, **chosen))
+    run = tutelage.train(config)
     assert assassin.error is None
     assert assassin.done == ["teacher", "student", "worker"]
     plain = settings(tmp_path, name="plain", **chosen) | {"runtime": "inline"}
-    calm = understudy.train(understudy.Config.model_validate(plain))
+    calm = tutelage.train(tutelage.Config.model_validate(plain))
     summary = RunDirectory.open(run).load_summary()
     assert summary["failed_groups"] == []
     assert summary["restarts"]["teacher 'main', replica 0"] == 1
@@ -216,13 +216,13 @@ def test_a_learner_rank_dies_then_the_driver_then_every_teacher(
     path = tmp_path / "runs" / "run"
     assassin = Assassin(rank)
     hire(path, assassin)
-    with pytest.raises(UserError, match=r"rank 1 of the learner died .*\n.*understudy resume") as raised:
-        understudy.train(understudy.Config.model_validate(chosen))
+    with pytest.raises(UserError, match=r"rank 1 of the learner died .*\n.*tutelage resume") as raised:
+        tutelage.train(tutelage.Config.model_validate(chosen))
     assert assassin.error is None
     first = CheckpointStore(path / "checkpoints", 3).steps()[-1]
     assert first >= 2, raised.value
 
-    driver = subprocess.Popen([sys.executable, "-m", "understudy", "resume", str(path)], start_new_session=True)
+    driver = subprocess.Popen([sys.executable, "-m", "tutelage", "resume", str(path)], start_new_session=True)
     ends = time.monotonic() + PATIENCE
     while steps_of(RunDirectory.open(path)) < first + 2:
         assert driver.poll() is None
@@ -238,7 +238,7 @@ def test_a_learner_rank_dies_then_the_driver_then_every_teacher(
     hire(path, last)
     started = time.monotonic()
     with pytest.raises(UserError, match="teacher 'main'"):
-        understudy.resume(path)
+        tutelage.resume(path)
     assert last.error is None
     assert time.monotonic() - started < PATIENCE
     _, alive = psutil.wait_procs(family, timeout=120)  # two helpers of Ray's own take a minute to notice
@@ -262,13 +262,13 @@ def test_without_the_queue_a_run_ends_within_the_deadline_and_says_how_to_go_on(
         "validation": {"prompts": 2, "max_tokens": 6},
         "ray": {"request_deadline": 60.0, "restarts": 0},
     }
-    config = understudy.Config.model_validate(settings(tmp_path, name="run", **sections))
+    config = tutelage.Config.model_validate(settings(tmp_path, name="run", **sections))
     path = tmp_path / "runs" / "run"
     assassin = Assassin(controller)
     hire(path, assassin)
-    told = rf"the controller of TransferQueue died .*\n.*\n`understudy resume {path}` goes on from the last checkpoint"
+    told = rf"the controller of TransferQueue died .*\n.*\n`tutelage resume {path}` goes on from the last checkpoint"
     with pytest.raises(UserError, match=told):
-        understudy.train(config)
+        tutelage.train(config)
     assert assassin.error is None
     assert time.monotonic() - assassin.ended < config.ray.request_deadline
     done = tiny.lines(path / "metrics.jsonl")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tiny
-from understudy.cli import main
-from understudy.config import load
-from understudy.config.diffusion import DiffusionConfig
-from understudy.config.schema import Config
+from tutelage.cli import main
+from tutelage.config import load
+from tutelage.config.diffusion import DiffusionConfig
+from tutelage.config.schema import Config
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.yaml"))

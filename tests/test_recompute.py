@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 import tiny
 import tiny_paint
-import understudy
+import tutelage
 from test_learner import LIMITS, algorithm, make_batch
 from test_paint_learning import rolled_out
-from understudy.assemble import assemble
-from understudy.backstage import Embedded
-from understudy.learner.update import accumulate, measure
-from understudy.learning import Learner, Trainable
-from understudy.models.layers import decoder_layers
-from understudy.models.packing import pack
-from understudy.models.sources import ModelError
+from tutelage.assemble import assemble
+from tutelage.backstage import Embedded
+from tutelage.learner.update import accumulate, measure
+from tutelage.learning import Learner, Trainable
+from tutelage.models.layers import decoder_layers
+from tutelage.models.packing import pack
+from tutelage.models.sources import ModelError
 
 RECOMPUTE = {"activation_checkpointing": True}
 
@@ -78,7 +78,7 @@ def test_less_is_kept_for_the_way_back(tmp_path: Path) -> None:
 
 def test_a_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     plain, again = (
-        understudy.train(tiny.config(tmp_path, name=f"run{number}", steps=2, learner=learner))
+        tutelage.train(tiny.config(tmp_path, name=f"run{number}", steps=2, learner=learner))
         for number, learner in enumerate(({}, RECOMPUTE))
     )
     assert tiny.same(tiny.weights(plain), tiny.weights(again))

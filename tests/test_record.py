@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from understudy.data.trajectory import Key
-from understudy.errors import UserError
-from understudy.record import (
+from tutelage.data.trajectory import Key
+from tutelage.errors import UserError
+from tutelage.record import (
     Display,
     EvalSample,
     RolloutRow,
@@ -28,7 +28,7 @@ from understudy.record import (
     WandbWriter,
     final_table,
 )
-from understudy.record.measures import change_text, duration, number, printable, verdict
+from tutelage.record.measures import change_text, duration, number, printable, verdict
 
 CONFIG = "name: demo\nsteps: 3\noptimizer:\n  lr: 0.0001\n  betas: [0.9, 0.95]\nteachers:\n  whole:\n    model: big\n"
 
@@ -85,7 +85,7 @@ class TestRunDirectory:
 
     def test_an_existing_run_is_refused_with_a_way_on(self, run: RunDirectory) -> None:
         run.log_step(1, {"loss": 1.0})
-        with pytest.raises(UserError, match=f"understudy resume {re.escape(str(run.path))}.*another name"):
+        with pytest.raises(UserError, match=f"tutelage resume {re.escape(str(run.path))}.*another name"):
             RunDirectory.create(run.path, "name: other\n")
         assert run.config_yaml() == CONFIG
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from understudy.errors import UserError
-from understudy.record import EvalSample, RunDirectory, write_report
-from understudy.record.images import ImageRecord, evenly, grid, png
-from understudy.record.measures import measure
+from tutelage.errors import UserError
+from tutelage.record import EvalSample, RunDirectory, write_report
+from tutelage.record.images import ImageRecord, evenly, grid, png
+from tutelage.record.measures import measure
 
 LINE = 3
 ATTACK = "\"></figure><script>alert(1)</script><img src=x onerror=alert(1)>'&amp;\x1b[31m\ud800"

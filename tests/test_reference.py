@@ -11,17 +11,17 @@ import torch
 from transformers import CONFIG_MAPPING
 
 import tiny
-import understudy
+import tutelage
 from test_learner import LIMITS, make_batch
-from understudy import build
-from understudy.algorithms.policy import ReadLogp
-from understudy.errors import UserError
-from understudy.learner import reference
-from understudy.learner.ranks import alone
-from understudy.learner.reference import ReferenceCheck, verify
-from understudy.models import causal_lm, packing
-from understudy.models.causal_lm import CausalLM
-from understudy.train import resume
+from tutelage import build
+from tutelage.algorithms.policy import ReadLogp
+from tutelage.errors import UserError
+from tutelage.learner import reference
+from tutelage.learner.ranks import alone
+from tutelage.learner.reference import ReferenceCheck, verify
+from tutelage.models import causal_lm, packing
+from tutelage.models.causal_lm import CausalLM
+from tutelage.train import resume
 
 LONG = "0000000000000000001111111111111111111111"
 
@@ -74,7 +74,7 @@ def test_the_models_own_pass_uses_neither_packs_nor_lean_modules() -> None:
     model.own_states(torch.arange(5))
     assert set(seen) == {"LlamaMLP", "Linear", "LlamaRMSNorm"}
     assert {name: type(module) for name, module in model.model.named_modules()} == lean
-    assert model.model.config._attn_implementation == "understudy"
+    assert model.model.config._attn_implementation == "tutelage"
 
 
 def test_long_rows_are_compared_as_far_as_eager_attention_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def gaps(run: Path) -> dict[int, float]:
 
 
 def test_every_run_logs_it_once_and_a_resumed_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = understudy.train(tiny.config(tmp_path, steps=2, data={"validation": None}))
+    run = tutelage.train(tiny.config(tmp_path, steps=2, data={"validation": None}))
     assert gaps(run).keys() == {1}
     assert gaps(run)[1] < 1e-4
     assert "reference_gap" in capsys.readouterr().out
@@ -154,9 +154,9 @@ def test_the_comparison_leaves_no_trace_in_training(tmp_path: Path, monkeypatch:
         algorithm = {"objective": "k1", "form": "policy_gradient"}
         return tiny.config(tmp_path, name=name, steps=2, data={"validation": None}, algorithm=algorithm)
 
-    with_it = understudy.train(config("with"))
+    with_it = tutelage.train(config("with"))
     monkeypatch.setattr(ReferenceCheck, "__call__", lambda *_: {})
-    without = understudy.train(config("without"))
+    without = tutelage.train(config("without"))
     assert gaps(without) == {}
     assert tiny.same(tiny.weights(with_it), tiny.weights(without))
 
@@ -169,9 +169,9 @@ def test_a_run_whose_packs_ignore_windows_stops_before_it_learns(
     model.set_attn_implementation("sdpa")
     model.save_pretrained(tmp_path / "student")
     tiny.tokenizer().save_pretrained(tmp_path / "student")
-    understudy.train(tiny.config(tmp_path, name="right", steps=1, data={"validation": None}))
+    tutelage.train(tiny.config(tmp_path, name="right", steps=1, data={"validation": None}))
     monkeypatch.setattr(causal_lm, "sights_of", lambda model, tokens: {})
     monkeypatch.setattr(build, "check_copy", lambda config: None)
     with pytest.raises(UserError, match="stops before the update"):
-        understudy.train(tiny.config(tmp_path, name="wrong", steps=1, data={"validation": None}))
+        tutelage.train(tiny.config(tmp_path, name="wrong", steps=1, data={"validation": None}))
     assert not (tmp_path / "runs" / "wrong" / "metrics.jsonl").exists()

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from understudy.record import EvalSample, RunDirectory, write_report
-from understudy.record import files as record_files
-from understudy.record.answers import bin_edges
-from understudy.record.chart import thinned, tick_texts, ticks
+from tutelage.record import EvalSample, RunDirectory, write_report
+from tutelage.record import files as record_files
+from tutelage.record.answers import bin_edges
+from tutelage.record.chart import thinned, tick_texts, ticks
 
 CONFIG = "name: demo\nsteps: 3\noptimizer:\n  lr: 0.0001\n  betas: [0.9, 0.95]\nteachers:\n  whole:\n    model: big\n"
 

@@ -19,11 +19,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 import tiny
-import understudy
-from understudy import build, history
-from understudy.checkpoint import CheckpointStore, load
-from understudy.cli import main
-from understudy.record.run_directory import RunDirectory
+import tutelage
+from tutelage import build, history
+from tutelage.checkpoint import CheckpointStore, load
+from tutelage.cli import main
+from tutelage.record.run_directory import RunDirectory
 
 STEPS = 40
 KILLS = 4
@@ -51,7 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(root: Path) -> Path:
     """The run that nothing disturbed."""
-    return understudy.train(tiny.config(root, name="straight", **LONG))
+    return tutelage.train(tiny.config(root, name="straight", **LONG))
 
 
 def recipe(root: Path, name: str) -> Path:
@@ -62,10 +62,10 @@ def recipe(root: Path, name: str) -> Path:
 
 @contextmanager
 def launched(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m understudy …` in a process of its own, with its output in a file."""
+    """`python -m tutelage …` in a process of its own, with its output in a file."""
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "understudy", *words],
+            [sys.executable, "-m", "tutelage", *words],
             stdout=out,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400", "PYTHONUNBUFFERED": "1"},
@@ -137,7 +137,7 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(root: Path, strai
         evaluated = first_evaluation(run)
     assert evaluated
     assert 0 < saved_step(run) < STEPS
-    understudy.resume(run)
+    tutelage.resume(run)
     assert first_evaluation(run) == evaluated
     assert_same_run(run, straight)
     assert (run / "summary.json").exists()
@@ -155,10 +155,10 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(root: Path, straig
     assert steps_done(run) == done, "the step under way was finished and saved"
     said = log.read_text()
     assert f"Stopped after step {done} of {STEPS}" in said
-    assert f"understudy resume {run}" in said
+    assert f"tutelage resume {run}" in said
     assert "Traceback" not in said
     assert not (run / "summary.json").exists()
-    understudy.resume(run)
+    tutelage.resume(run)
     assert_same_run(run, straight)
 
 
@@ -172,10 +172,10 @@ def test_a_stop_during_validation_is_saved_too(tmp_path: Path, monkeypatch: pyte
     settings = {"steps": 6, "validation": {"every": 2, "prompts": 1}, "checkpoint": {"every": 100}}
     with monkeypatch.context() as patched:
         patched.setattr(history, "validate", interrupted)
-        run = understudy.train(tiny.config(tmp_path, **settings))
+        run = tutelage.train(tiny.config(tmp_path, **settings))
     assert saved_step(run) == 2
-    understudy.resume(run)
-    assert_same_run(run, understudy.train(tiny.config(tmp_path, name="other", **settings)), 6)
+    tutelage.resume(run)
+    assert_same_run(run, tutelage.train(tiny.config(tmp_path, name="other", **settings)), 6)
 
 
 @pytest.mark.parametrize("more", [{}, {"rollout": {"samples": 2}}, {"student": {"lora": {"rank": 2}}}])
@@ -183,7 +183,7 @@ def test_two_runs_are_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
     if "student" in more:
         more = {"student": {**tiny.settings(tmp_path)["student"], **more["student"]}}
     first, second, third = (
-        understudy.train(tiny.config(tmp_path, name=f"run-{number}", seed=seed, **more))
+        tutelage.train(tiny.config(tmp_path, name=f"run-{number}", seed=seed, **more))
         for number, seed in enumerate((0, 0, 1))
     )
     assert_same_run(first, second, 4)
@@ -192,7 +192,7 @@ def test_two_runs_are_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    return understudy.train(tiny.config(tmp_path))
+    return tutelage.train(tiny.config(tmp_path))
 
 
 def contents(path: Path, *but: str) -> dict[str, bytes]:
@@ -214,7 +214,7 @@ def test_a_truncated_checkpoint_is_refused(finished: Path, name: str, capsys: py
     path = finished / "checkpoints" / "step-000004" / name
     path.write_bytes(path.read_bytes()[:-20])
     said = refused(finished, capsys)
-    assert said.startswith("understudy: error: checkpoint ")
+    assert said.startswith("tutelage: error: checkpoint ")
     assert str(path) in said
     assert "cut off" in said
     assert "resume from step-000002, which is intact" in said
@@ -224,10 +224,10 @@ def test_a_foreign_checkpoint_is_refused(finished: Path, tmp_path: Path, capsys:
     place = finished / "checkpoints" / "step-000004"
     state = (place / "state.json").read_text()
     (place / "state.json").write_text('{"step": 4, "global_step": 4}')
-    assert "not written by understudy" in refused(finished, capsys)
+    assert "not written by tutelage" in refused(finished, capsys)
     (place / "state.json").write_text(state)
     student = {"path": str(tiny.save(tmp_path / "small", intermediate_size=16)), "dtype": "float32"}
-    other = understudy.train(tiny.config(tmp_path, name="other", student=student))
+    other = tutelage.train(tiny.config(tmp_path, name="other", student=student))
     for file in place.iterdir():
         file.write_bytes((other / "checkpoints" / place.name / file.name).read_bytes())
     assert "shape [16, 32] in the checkpoint, [48, 32] here" in refused(finished, capsys)
@@ -249,7 +249,7 @@ def test_other_data_is_refused(finished: Path, tmp_path: Path, capsys: pytest.Ca
 def with_heldout(tmp_path: Path) -> Path:
     """A run that is evaluated on prompts of their own."""
     heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", ["One?", "Two?", "Three?"])
-    return understudy.train(tiny.config(tmp_path, steps=2, data={"validation": str(heldout)}))
+    return tutelage.train(tiny.config(tmp_path, steps=2, data={"validation": str(heldout)}))
 
 
 def test_other_held_out_prompts_are_refused(
@@ -265,19 +265,19 @@ def test_other_held_out_prompts_are_refused(
 def test_a_run_without_a_record_of_its_data_goes_on_and_gets_one(with_heldout: Path, tmp_path: Path) -> None:
     kept = (with_heldout / "data.json").read_text()
     (with_heldout / "data.json").unlink()
-    understudy.resume(with_heldout, steps=3)
+    tutelage.resume(with_heldout, steps=3)
     assert (with_heldout / "data.json").read_text() == kept
     assert steps_done(with_heldout) == 3
 
 
 def test_held_out_prompts_that_are_trained_on_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", [tiny.PROMPTS[0], "New?", tiny.PROMPTS[1]])
-    understudy.train(tiny.config(tmp_path, steps=1, data={"validation": str(heldout)}))
+    tutelage.train(tiny.config(tmp_path, steps=1, data={"validation": str(heldout)}))
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("training prompts too") == 1
     assert "2 of the 3 held-out prompts" in said
     tiny.write_prompts(heldout, ["New?"])
-    understudy.train(tiny.config(tmp_path, name="other", steps=1, data={"validation": str(heldout)}))
+    tutelage.train(tiny.config(tmp_path, name="other", steps=1, data={"validation": str(heldout)}))
     assert "training prompts too" not in capsys.readouterr().out
 
 
@@ -291,7 +291,7 @@ def test_rows_that_are_too_long_are_left_out_said_and_recorded(
     train = tiny.write_prompts(tmp_path / "train.jsonl", ["a", OVERLONG, "b", OVERLONG, "c"])
     heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", [OVERLONG, "d", "e"])
     data = {**LIMIT, "train": str(train), "validation": str(heldout), "overlong": "skip"}
-    run = understudy.train(tiny.config(tmp_path, steps=2, data=data, record={"rollouts": "all"}))
+    run = tutelage.train(tiny.config(tmp_path, steps=2, data=data, record={"rollouts": "all"}))
     said = " ".join(capsys.readouterr().out.split())
     assert f"leaves out 2 of 5 rows of {train}, which are too long: 2, 4" in said.replace("- ", "-")
     assert f"leaves out 1 of 3 rows of {heldout}" in said
@@ -322,7 +322,7 @@ def test_a_run_that_stopped_at_a_row_goes_on_without_it(
     assert main(["resume", str(run), "data.overlong=skip"]) == 0
     assert tiny.lines(run / "metrics.jsonl")[:1] == before
     settings["data"]["overlong"] = "skip"
-    fresh = understudy.train(tiny.config(tmp_path, name="fresh", **settings))
+    fresh = tutelage.train(tiny.config(tmp_path, name="fresh", **settings))
     assert tiny.same(tiny.weights(run), tiny.weights(fresh)), "as if it had been left out from the start"
 
 
@@ -349,15 +349,15 @@ def test_what_a_resumed_run_may_not_change(finished: Path, change: str, capsys: 
     assert main(["resume", str(finished), "steps=6", change]) == 2
     said = capsys.readouterr().err
     key = change.split("=")[0]
-    assert said.startswith(f"understudy: error: {key}")
+    assert said.startswith(f"tutelage: error: {key}")
     assert "cannot change in a run that has begun" in said
     assert "What may change: steps, data.overlong, validation.every, checkpoint.every" in said
     assert contents(finished) == before
 
 
 def test_longer_runs_say_what_becomes_of_their_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = understudy.train(tiny.config(tmp_path, steps=1, optimizer={"schedule": "linear"}))
-    understudy.resume(run, steps=2)
+    run = tutelage.train(tiny.config(tmp_path, steps=1, optimizer={"schedule": "linear"}))
+    tutelage.resume(run, steps=2)
     said = " ".join(capsys.readouterr().out.split())
     assert "optimizer.schedule is linear: the learning rate now follows its course over 2 steps" in said
 
@@ -373,7 +373,7 @@ def test_a_run_can_be_extended(finished: Path, tmp_path: Path) -> None:
     first_line = (finished / "validation.jsonl").read_text().splitlines()[0]
     assert main(["resume", str(finished), "--steps", "6"]) == 0
     assert "steps: 6" in (finished / "config.yaml").read_text().splitlines(), "a later resume goes there too"
-    longer = understudy.train(tiny.config(tmp_path, name="longer", steps=6, validation={"every": 2}))
+    longer = tutelage.train(tiny.config(tmp_path, name="longer", steps=6, validation={"every": 2}))
     assert tiny.same(tiny.weights(finished), tiny.weights(longer))
     assert [line["step"] for line in tiny.lines(finished / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert (finished / "validation.jsonl").read_text().splitlines()[0] == first_line
@@ -394,10 +394,10 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(history, "save", dying)
     with pytest.raises(Killed):
-        understudy.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
+        tutelage.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
     monkeypatch.undo()
     time.sleep(1.1)  # event files are named by the second, and read in the order of their names
-    run = understudy.resume(tmp_path / "runs" / "run")
+    run = tutelage.resume(tmp_path / "runs" / "run")
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("kl")] == [1, 2, 3, 4]
@@ -406,12 +406,12 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path, monkeypatch: pytest.M
 def test_the_plugin_of_a_run_is_loaded_once(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from understudy.agent_loop.contract import register\n"
-        "from understudy.agent_loop.single_turn import SingleTurn\n"
+        "from tutelage.agent_loop.contract import register\n"
+        "from tutelage.agent_loop.single_turn import SingleTurn\n"
         "@register('mine_alone')\n"
         "class Mine(SingleTurn):\n"
         "    pass\n"
     )
-    run = understudy.train(tiny.config(tmp_path, steps=1, plugins=[str(plugin)], rollout={"agent_loop": "mine_alone"}))
-    understudy.resume(run, steps=2)
+    run = tutelage.train(tiny.config(tmp_path, steps=1, plugins=[str(plugin)], rollout={"agent_loop": "mine_alone"}))
+    tutelage.resume(run, steps=2)
     assert steps_done(run) == 2

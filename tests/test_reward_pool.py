@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from understudy.errors import UserError
-from understudy.rewards.contract import Answer, RewardSpec
-from understudy.rewards.pool import AHEAD, RewardPool
+from tutelage.errors import UserError
+from tutelage.rewards.contract import Answer, RewardSpec
+from tutelage.rewards.pool import AHEAD, RewardPool
 
 PLUGIN = """
 import ctypes, os, random, sys, time
 from pathlib import Path
-from understudy.rewards.contract import Answer, register_reward
+from tutelage.rewards.contract import Answer, register_reward
 
 @register_reward("act")
 def act(answer: Answer, *, scale: float = 1.0) -> float:
@@ -327,7 +327,7 @@ def test_two_hundred_answers_in_any_order_through_any_number_of_processes(plugin
 
 DICE = """
 import os, random
-from understudy.rewards.contract import register_reward
+from tutelage.rewards.contract import register_reward
 
 AT_IMPORT = random.random()
 
@@ -454,8 +454,8 @@ def test_workers_die_with_their_parent(plugin: str, tmp_path: Path) -> None:
     """The parent is killed without a chance to clean up, while a reward holds the interpreter lock."""
     script = f"""
 import asyncio
-from understudy.rewards.contract import Answer, RewardSpec
-from understudy.rewards.pool import AHEAD, RewardPool
+from tutelage.rewards.contract import Answer, RewardSpec
+from tutelage.rewards.pool import AHEAD, RewardPool
 
 async def main():
     async with RewardPool({{"own": RewardSpec("act", timeout=600)}}, [{plugin!r}], processes=2) as pool:
@@ -502,10 +502,10 @@ def test_all_mistakes_are_reported_together_before_any_answer(plugin: str, tmp_p
     (tmp_path / "raises.py").write_text("import os\n\nundefined_name\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "again.py").write_text(
-        "from understudy.rewards.contract import register_reward\nregister_reward('numeric')(lambda answer: 0.0)\n"
+        "from tutelage.rewards.contract import register_reward\nregister_reward('numeric')(lambda answer: 0.0)\n"
     )
     (tmp_path / "waits.py").write_text(
-        "from understudy.rewards.contract import register_reward\n"
+        "from tutelage.rewards.contract import register_reward\n"
         "@register_reward('waits')\nasync def waits(answer):\n    return 0.0\n"
     )
     plugins = [plugin, *(str(tmp_path / f"{name}.py") for name in ("missing", "raises", "broken", "again", "waits"))]

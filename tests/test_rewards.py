@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from understudy.rewards.contract import REWARDS, Answer, register_reward
-from understudy.rewards.exact_match import exact_match
-from understudy.rewards.json_schema import json_schema
-from understudy.rewards.numeric import find_number, numeric
-from understudy.rewards.pattern import pattern
+from tutelage.rewards.contract import REWARDS, Answer, register_reward
+from tutelage.rewards.exact_match import exact_match
+from tutelage.rewards.json_schema import json_schema
+from tutelage.rewards.numeric import find_number, numeric
+from tutelage.rewards.pattern import pattern
 
 
 def answer(text: str, ground_truth: Any = None, **columns: Any) -> Answer:

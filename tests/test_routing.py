@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from understudy import routing
-from understudy.routing import AllReplicasFailed, LocalDesk, Router
-from understudy.runtime.contract import ReplicaGone
+from tutelage import routing
+from tutelage.routing import AllReplicasFailed, LocalDesk, Router
+from tutelage.runtime.contract import ReplicaGone
 
 
 class Replica:

@@ -15,14 +15,14 @@ import ray
 from ray.cluster_utils import Cluster as Nodes
 from ray.exceptions import ActorDiedError
 
-from understudy.config.schema import Pool
-from understudy.config.schema import Ray as Settings
-from understudy.data.trajectory import Key
-from understudy.errors import RunLost, UserError
-from understudy.learner.update import NonFiniteLoss
-from understudy.runtime.contract import ReplicaGone
-from understudy.runtime.placement import QUEUE_CPUS
-from understudy.runtime.ray import Cluster, Remote, all_within, needing
+from tutelage.config.schema import Pool
+from tutelage.config.schema import Ray as Settings
+from tutelage.data.trajectory import Key
+from tutelage.errors import RunLost, UserError
+from tutelage.learner.update import NonFiniteLoss
+from tutelage.runtime.contract import ReplicaGone
+from tutelage.runtime.placement import QUEUE_CPUS
+from tutelage.runtime.ray import Cluster, Remote, all_within, needing
 
 
 async def soon() -> None:
@@ -94,7 +94,7 @@ async def needed(actor: Actor, inside: Callable[[Actor], Awaitable[None]], deadl
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
     found: list[Actor] = []
     monkeypatch.setattr(ray, "kill", found.append)
-    monkeypatch.setattr("understudy.runtime.ray.PERIOD", 0.02)
+    monkeypatch.setattr("tutelage.runtime.ray.PERIOD", 0.02)
     return found
 
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 import tiny
-from understudy.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
-from understudy.engines.contract import Want
-from understudy.engines.torch_lm import TorchEngine
-from understudy.errors import CannotJudge, UserError
-from understudy.models.tokenizers import SafeTokenizer
-from understudy.queue import BatchRef, MemoryQueue, QueueTimeout
-from understudy.queue.contract import SchemaError
-from understudy.runtime.inline import InlineScheduler
-from understudy.scoring import EpisodeScorer, Judge, scoring_tasks
-from understudy.teachers.client import ResidentTeacher, TeacherClient
-from understudy.teachers.pool import TeacherPool
+from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.engines.contract import Want
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.errors import CannotJudge, UserError
+from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.queue import BatchRef, MemoryQueue, QueueTimeout
+from tutelage.queue.contract import SchemaError
+from tutelage.runtime.inline import InlineScheduler
+from tutelage.scoring import EpisodeScorer, Judge, scoring_tasks
+from tutelage.teachers.client import ResidentTeacher, TeacherClient
+from tutelage.teachers.pool import TeacherPool
 
 PROMPT = Prompt(uid=0, row=3, source="some.jsonl", messages=(Message("user", "hi"),))
 PLAIN = ("tokens", "mask", "behaviour_logp", "version")

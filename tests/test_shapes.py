@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from understudy.models import shapes as toy
-from understudy.models import toy_images
-from understudy.models.flow.contract import Size, collate
-from understudy.models.flow.loading import load_flow_model
-from understudy.models.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
-from understudy.models.sources import ModelError, Progress
-from understudy.models.toy_images import Recipe
-from understudy.policy.flow import step
-from understudy.rewards import shapes as verifier
-from understudy.rewards.contract import Answer, Media
-from understudy.rewards.shapes import Seen, grid_artefact, grid_artefact_of, recognise, shapes
+from tutelage.models import shapes as toy
+from tutelage.models import toy_images
+from tutelage.models.flow.contract import Size, collate
+from tutelage.models.flow.loading import load_flow_model
+from tutelage.models.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
+from tutelage.models.sources import ModelError, Progress
+from tutelage.models.toy_images import Recipe
+from tutelage.policy.flow import step
+from tutelage.rewards import shapes as verifier
+from tutelage.rewards.contract import Answer, Media
+from tutelage.rewards.shapes import Seen, grid_artefact, grid_artefact_of, recognise, shapes
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "shapes"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
@@ -230,7 +230,7 @@ class TestBuilding:
 
 class TestPaths:
     def test_it_is_made_once_per_seed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("UNDERSTUDY_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
         def quick(directory: Path, seed: int, recipe: Recipe = TINY, report: Progress | None = None) -> None:

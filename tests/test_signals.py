@@ -13,19 +13,19 @@ import pytest
 import torch
 import yaml
 
-from understudy.algorithms.contract import Algorithm
-from understudy.algorithms.distill import SupervisedLoss
-from understudy.algorithms.objectives import OBJECTIVES, register_objective
-from understudy.algorithms.policy import ClippedLoss
-from understudy.cli import main
-from understudy.config import algorithms, schema
-from understudy.config.load import ConfigError, load
-from understudy.config.schema import Config
-from understudy.config.show import show
-from understudy.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
-from understudy.errors import UserError
-from understudy.isolation.contract import Isolation
-from understudy.signals import (
+from tutelage.algorithms.contract import Algorithm
+from tutelage.algorithms.distill import SupervisedLoss
+from tutelage.algorithms.objectives import OBJECTIVES, register_objective
+from tutelage.algorithms.policy import ClippedLoss
+from tutelage.cli import main
+from tutelage.config import algorithms, schema
+from tutelage.config.load import ConfigError, load
+from tutelage.config.schema import Config
+from tutelage.config.show import show
+from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.errors import UserError
+from tutelage.isolation.contract import Isolation
+from tutelage.signals import (
     build_algorithm,
     part_means,
     policy_settings,

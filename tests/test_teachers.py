@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 import tiny
-import understudy
-from understudy.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
-from understudy.engines.contract import ScoreRequest, Scores, Want
-from understudy.engines.torch_lm import TorchEngine
-from understudy.errors import UserError
-from understudy.models.loading import load_causal_lm
-from understudy.models.tokenizers import SafeTokenizer
-from understudy.queue import MemoryQueue
-from understudy.routing import AllReplicasFailed, LocalDesk
-from understudy.runtime.inline import InlineScheduler
-from understudy.teachers.client import ResidentTeacher, TeacherClient, align, runs
-from understudy.teachers.pool import Scorer, TeacherPool
+import tutelage
+from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.engines.contract import ScoreRequest, Scores, Want
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.errors import UserError
+from tutelage.models.loading import load_causal_lm
+from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.queue import MemoryQueue
+from tutelage.routing import AllReplicasFailed, LocalDesk
+from tutelage.runtime.inline import InlineScheduler
+from tutelage.teachers.client import ResidentTeacher, TeacherClient, align, runs
+from tutelage.teachers.pool import Scorer, TeacherPool
 
 TOKENIZER = SafeTokenizer(tiny.tokenizer())
 MODEL = tiny.causal_lm(seed=1)
@@ -386,10 +386,10 @@ def test_a_teacher_is_loaded_once_and_scores_every_step(tmp_path: Path, monkeypa
         published.append((self, version, source))
         await publish(self, version, source)
 
-    monkeypatch.setattr("understudy.build.load_causal_lm", counting)
+    monkeypatch.setattr("tutelage.build.load_causal_lm", counting)
     monkeypatch.setattr(TorchEngine, "score", watched_score)
     monkeypatch.setattr(TorchEngine, "load", watched_load)
-    understudy.train(tiny.config(tmp_path, steps=3, data={"validation": None}))
+    tutelage.train(tiny.config(tmp_path, steps=3, data={"validation": None}))
     assert sorted(loads) == ["student", "teacher"]
     assert len(scored) == 9  # three prompts in each of three steps
     assert len(set(map(id, scored))) == 1

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import tiny
-import understudy
-from understudy import build
-from understudy.config.schema import Config
-from understudy.data.trajectory import Key
-from understudy.engines.contract import ScoreRequest, Want
-from understudy.engines.torch_lm import TorchEngine
-from understudy.signals import build_algorithm
+import tutelage
+from tutelage import build
+from tutelage.config.schema import Config
+from tutelage.data.trajectory import Key
+from tutelage.engines.contract import ScoreRequest, Want
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.signals import build_algorithm
 
 VOCABULARY = 270
 TOKENS = torch.tensor([3, 14, 15, 9, 2, 6, 5, 35])
@@ -157,7 +157,7 @@ def test_a_student_that_is_its_teacher_stands_still_at_a_matched_temperature_onl
             rollout={"temperature": 0.5},
             teachers={"main": {"path": str(tmp_path / "student"), "dtype": "float32", "temperature": teacher}},
         )
-        run = understudy.train(Config.model_validate(settings))
+        run = tutelage.train(Config.model_validate(settings))
         summary = json.loads((run / "summary.json").read_text())
         kl[teacher] = [summary["eval"][when]["kl"] for when in ("before", "after")]
         said = " ".join(capsys.readouterr().out.split())

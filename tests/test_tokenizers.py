@@ -19,9 +19,9 @@ from transformers import (
 )
 
 import tiny
-from understudy.data.trajectory import Message
-from understudy.models.sources import ModelError
-from understudy.models.tokenizers import SafeTokenizer, compare, load_tokenizer
+from tutelage.data.trajectory import Message
+from tutelage.models.sources import ModelError
+from tutelage.models.tokenizers import SafeTokenizer, compare, load_tokenizer
 
 
 @pytest.fixture

@@ -18,22 +18,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tiny
-import understudy
-from understudy.agent_loop.worker import AgentLoopWorker
-from understudy.algorithms.distill import SupervisedLoss
-from understudy.assemble import assemble
-from understudy.cli import main
-from understudy.config.schema import Distill
-from understudy.errors import UserError
-from understudy.losses.contract import LossSum, ModelOut
-from understudy.record import RunDirectory
-from understudy.teachers.client import TeacherClient
+import tutelage
+from tutelage.agent_loop.worker import AgentLoopWorker
+from tutelage.algorithms.distill import SupervisedLoss
+from tutelage.assemble import assemble
+from tutelage.cli import main
+from tutelage.config.schema import Distill
+from tutelage.errors import UserError
+from tutelage.losses.contract import LossSum, ModelOut
+from tutelage.record import RunDirectory
+from tutelage.teachers.client import TeacherClient
 
-PACKAGE = Path(understudy.__file__).parent
+PACKAGE = Path(tutelage.__file__).parent
 LOOPS = """
 from dataclasses import replace
-from understudy.agent_loop.contract import register
-from understudy.errors import UserError
+from tutelage.agent_loop.contract import register
+from tutelage.errors import UserError
 
 
 @register("thrice")
@@ -117,7 +117,7 @@ def test_the_schema_admits_every_objective_payload_and_form() -> None:
 @pytest.mark.parametrize("algorithm", ADMITTED, ids=lambda c: "-".join(c.values()))
 def test_every_objective_payload_and_form_runs(models: Path, algorithm: dict[str, str]) -> None:
     name = "-".join(algorithm.values())
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(models, name=name, steps=2, algorithm={**algorithm, "top_k": 8}, data={"validation": None})
     )
     steps = metrics_of(run)
@@ -133,7 +133,7 @@ def test_every_objective_payload_and_form_runs(models: Path, algorithm: dict[str
 @pytest.mark.parametrize(("name", "lr", "left"), [("adamw", 1e-2, 0.5), ("sgd", 10.0, 0.6)])
 def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path, name: str, lr: float, left: float) -> None:
     optimizer = {"name": name, "lr": lr}
-    run = understudy.train(tiny.config(tmp_path, steps=30, optimizer=optimizer, record={"rollouts": "none"}))
+    run = tutelage.train(tiny.config(tmp_path, steps=30, optimizer=optimizer, record={"rollouts": "none"}))
     measured = json.loads((run / "summary.json").read_text())["eval"]
     assert measured["after"]["kl"] < left * measured["before"]["kl"]
     assert measured["after"]["kl_fixed"] < left * measured["before"]["kl_fixed"]
@@ -142,9 +142,9 @@ def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path, name: st
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
-    damaged = metrics_of(understudy.train(tiny.config(tmp_path, name="damaged", steps=1)))
+    damaged = metrics_of(tutelage.train(tiny.config(tmp_path, name="damaged", steps=1)))
     student = str(tmp_path / "student")
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(
             tmp_path,
             name="control",
@@ -161,7 +161,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
 
 def test_the_mass_that_a_longer_head_puts_outside_the_shared_vocabulary_is_a_metric(tmp_path: Path) -> None:
     tiny.save(tmp_path / "teacher", seed=1, vocab_size=300)
-    (step,) = metrics_of(understudy.train(tiny.config(tmp_path, steps=1)))
+    (step,) = metrics_of(tutelage.train(tiny.config(tmp_path, steps=1)))
     with torch.no_grad():
         teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
         mean = teacher(torch.tensor([[1, 2, 3, 4, 5, 6]])).logits.softmax(-1)[..., 270:].sum(-1).mean()
@@ -177,7 +177,7 @@ def test_rows_go_to_the_teacher_that_they_name(tmp_path: Path) -> None:
         "own": {"path": str(tmp_path / "student"), "dtype": "float32"},
         "other": {"path": str(tmp_path / "teacher"), "dtype": "float32"},
     }
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(
             tmp_path,
             steps=1,
@@ -204,7 +204,7 @@ def test_teachers_of_different_width(tmp_path: Path, payload: str) -> None:
     prompts = str(tiny.write_prompts(tmp_path / "routed.jsonl", rows))
     paths = {"main": tmp_path / "teacher", "wide": tmp_path / "wide"}
     teachers = {name: {"path": str(path), "dtype": "float32"} for name, path in paths.items()}
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(
             tmp_path,
             steps=2,
@@ -254,7 +254,7 @@ def test_a_teacher_with_a_system_prompt_of_its_own(tmp_path: Path, payload: str)
     rows = [{"prompt": text, "hint": f"answer {i}"} for i, text in enumerate(tiny.PROMPTS)]
     prompts = str(tiny.write_prompts(tmp_path / "hinted.jsonl", rows))
     teacher = {"path": str(tmp_path / "teacher"), "dtype": "float32", "system_prompt": "The truth: {hint}."}
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(
             tmp_path,
             steps=1,
@@ -277,7 +277,7 @@ def test_a_teacher_with_a_system_prompt_of_its_own(tmp_path: Path, payload: str)
 
 
 def test_every_trajectory_of_an_episode_is_scored_and_trained(tmp_path: Path, plugin: str) -> None:
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(
             tmp_path,
             steps=2,
@@ -305,7 +305,7 @@ def test_a_row_may_name_its_loop(tmp_path: Path, plugin: str) -> None:
     rows = [{"prompt": text, "agent_loop": "thrice" if i < 2 else None} for i, text in enumerate(tiny.PROMPTS)]
     prompts = str(tiny.write_prompts(tmp_path / "mixed.jsonl", rows))
     data = {"train": prompts, "validation": prompts}
-    run = understudy.train(tiny.config(tmp_path, steps=1, prompts_per_step=6, plugins=[plugin], data=data))
+    run = tutelage.train(tiny.config(tmp_path, steps=1, prompts_per_step=6, plugins=[plugin], data=data))
     assert metrics_of(run)[0]["trajectories"] == 2 * 3 + 4
 
 
@@ -321,7 +321,7 @@ def test_failed_groups_within_the_budget_are_shown_and_counted(
     tmp_path: Path, plugin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rollout = {"agent_loop": "fragile", "samples": 2, "max_failed_groups": 2}
-    run = understudy.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
+    run = tutelage.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
     for step in metrics_of(run):
         assert step["failed_groups"] == 2
         assert step["trajectories"] == 4 * 2, "a group is trained on whole or not at all"
@@ -334,25 +334,25 @@ def test_failed_groups_within_the_budget_are_shown_and_counted(
 def test_failed_groups_above_the_budget_stop_the_run(tmp_path: Path, plugin: str) -> None:
     rollout = {"agent_loop": "fragile", "max_failed_groups": 1}
     with pytest.raises(UserError, match=r"(?s)step 1: 2 of 6 groups failed.*allows 1.*row 1 of .*the tool broke"):
-        understudy.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
+        tutelage.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
 
 
 def test_a_mistake_of_the_user_inside_a_loop_stops_the_run_as_itself(tmp_path: Path, plugin: str) -> None:
     rollout = {"agent_loop": "fragile", "max_failed_groups": 6}
     with pytest.raises(UserError, match="this row is a mistake"):
-        understudy.train(fragile(tmp_path, plugin, "mistake", rollout=rollout))
+        tutelage.train(fragile(tmp_path, plugin, "mistake", rollout=rollout))
 
 
 def test_a_loop_that_raises_in_validation_stops_the_run(tmp_path: Path, plugin: str) -> None:
     prompts = str(tiny.write_prompts(tmp_path / "held.jsonl", [{"prompt": "Hi", "boom": True}]))
     settings = tiny.config(tmp_path, plugins=[plugin], rollout={"agent_loop": "fragile"}, data={"validation": prompts})
     with pytest.raises(UserError, match=r"(?s)validation failed.*the tool broke"):
-        understudy.train(settings)
+        tutelage.train(settings)
 
 
 def test_lora_trains_the_adapter_alone(tmp_path: Path) -> None:
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(tmp_path, steps=20, student={"path": str(tmp_path / "student"), "lora": {"rank": 4}})
     )
     saved = tiny.weights(run)
@@ -365,7 +365,7 @@ def test_lora_trains_the_adapter_alone(tmp_path: Path) -> None:
 
 def test_stop_strings_end_answers(tmp_path: Path) -> None:
     stops = tuple("abcdefghijkl")
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(
             tmp_path,
             steps=2,
@@ -386,7 +386,7 @@ def test_stop_strings_end_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "count"), [("all", 6), ("sample", 4), ("none", 0)])
 def test_rollouts_are_kept_as_asked(tmp_path: Path, keep: str, count: int) -> None:
-    run = understudy.train(
+    run = tutelage.train(
         tiny.config(tmp_path, steps=1, rollout={"samples": 2}, record={"rollouts": keep}, data={"validation": None})
     )
     assert len(RunDirectory.open(run).load_rollouts(1)) == count
@@ -394,7 +394,7 @@ def test_rollouts_are_kept_as_asked(tmp_path: Path, keep: str, count: int) -> No
 
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
-    run = understudy.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
+    run = tutelage.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
     summary = json.loads((run / "summary.json").read_text())
     for moment in ("before", "after"):
         assert {"kl", "kl_fixed", "top1_agreement", "entropy", "length"} <= summary["eval"][moment].keys()
@@ -420,7 +420,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
 def test_truncated_sampling_is_said_and_measured(
     tmp_path: Path, rollout: dict[str, Any], least: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = understudy.train(tiny.config(tmp_path, steps=1, rollout=rollout, data={"validation": None}))
+    run = tutelage.train(tiny.config(tmp_path, steps=1, rollout=rollout, data={"validation": None}))
     said = "do not come from the distribution that is trained" in " ".join(capsys.readouterr().out.split())
     assert said == bool(rollout)
     cut = metrics_of(run)[0]["mass_cut"]
@@ -432,7 +432,7 @@ def test_distill_writes_nothing_for_settings_that_are_refused(tmp_path: Path) ->
     tiny.settings(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match="is not the name of a directory"):
-        understudy.distill(
+        tutelage.distill(
             str(tmp_path / "student"), str(tmp_path / "teacher"), ["Hi."], name="../x", out=str(tmp_path / "runs")
         )
     assert sorted(tmp_path.rglob("*")) == before
@@ -449,16 +449,16 @@ def test_distill_takes_lists(tmp_path: Path) -> None:
         "rollout": {"max_tokens": 4},
         "validation": {"max_tokens": 4},
     }
-    run = understudy.distill(*paths, tiny.PROMPTS, heldout=["Hi.", "Bye."], **options)
+    run = tutelage.distill(*paths, tiny.PROMPTS, heldout=["Hi.", "Bye."], **options)
     assert run == tmp_path / "out" / "distill"
     assert [row["prompt"] for row in tiny.lines(run / "prompts.jsonl")] == tiny.PROMPTS
     before = tiny.weights(run)
     with pytest.raises(UserError, match="already holds a run"):
-        understudy.distill(*paths, ["other prompts"], **options)
+        tutelage.distill(*paths, ["other prompts"], **options)
     assert [row["prompt"] for row in tiny.lines(run / "prompts.jsonl")] == tiny.PROMPTS, "the old run stays resumable"
-    understudy.resume(run, steps=3)
+    tutelage.resume(run, steps=3)
     assert not tiny.same(tiny.weights(run), before)
-    assert understudy.distill(*paths, str(run / "prompts.jsonl"), name="again", **options).name == "again"
+    assert tutelage.distill(*paths, str(run / "prompts.jsonl"), name="again", **options).name == "again"
 
 
 def test_teachers_score_while_other_episodes_are_written(
@@ -479,7 +479,7 @@ def test_teachers_score_while_other_episodes_are_written(
 
     monkeypatch.setattr(AgentLoopWorker, "run", watched_work)
     monkeypatch.setattr(TeacherClient, "score", watched_score)
-    understudy.train(
+    tutelage.train(
         tiny.config(
             tmp_path,
             steps=1,
@@ -521,11 +521,11 @@ def test_the_loop_is_short() -> None:
 
 
 def test_the_name_train_is_the_function_whatever_was_imported() -> None:
-    import understudy.api
-    import understudy.train
+    import tutelage.api
+    import tutelage.train
 
-    assert callable(understudy.train)
-    assert callable(understudy.distill)
+    assert callable(tutelage.train)
+    assert callable(tutelage.distill)
 
 
 def test_the_check_of_many_prompts_shows_how_far_it_is(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 pytest.importorskip("ray")
 tq = pytest.importorskip("transfer_queue")
 
-from understudy.data.trajectory import GroupKey, Key  # noqa: E402
-from understudy.queue.contract import BatchRef, FailedGroup  # noqa: E402
-from understudy.queue.transfer_store import (  # noqa: E402
+from tutelage.data.trajectory import GroupKey, Key  # noqa: E402
+from tutelage.queue.contract import BatchRef, FailedGroup  # noqa: E402
+from tutelage.queue.transfer_store import (  # noqa: E402
     from_batch_meta,
     from_kv_meta,
     parse_key,

@@ -22,10 +22,10 @@ from transformers import (
     Qwen2Config,
 )
 
-from understudy.checkpoint import CheckpointStore, load
-from understudy.config.schema import Config
-from understudy.models.attention import NAME
-from understudy.models.causal_lm import CausalLM
+from tutelage.checkpoint import CheckpointStore, load
+from tutelage.config.schema import Config
+from tutelage.models.attention import NAME
+from tutelage.models.causal_lm import CausalLM
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"

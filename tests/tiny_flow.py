@@ -35,7 +35,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from understudy.models.flow.contract import Size
+from tutelage.models.flow.contract import Size
 
 VOCABULARY = 258
 PROMPTS = ["a red fox", "two blue cups", "snow"]

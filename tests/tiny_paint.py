@@ -13,22 +13,22 @@ from torch import Tensor
 
 import tiny
 import tiny_flow
-from understudy.config.diffusion import DiffusionConfig
-from understudy.data.trajectory import GroupKey
-from understudy.engines.contract import Painted, Painting, PaintRequest
-from understudy.engines.diffusion import DiffusionEngine
-from understudy.models.flow.base import PipelineModel
-from understudy.models.flow.sd3 import StableDiffusion3
-from understudy.queue.contract import BatchRef
-from understudy.rollout import EpisodeDone
-from understudy.runtime.inline import InlineScheduler
-from understudy.train import Run
+from tutelage.config.diffusion import DiffusionConfig
+from tutelage.data.trajectory import GroupKey
+from tutelage.engines.contract import Painted, Painting, PaintRequest
+from tutelage.engines.diffusion import DiffusionEngine
+from tutelage.models.flow.base import PipelineModel
+from tutelage.models.flow.sd3 import StableDiffusion3
+from tutelage.queue.contract import BatchRef
+from tutelage.rollout import EpisodeDone
+from tutelage.runtime.inline import InlineScheduler
+from tutelage.train import Run
 
 STEPS = 4
 PROMPTS = ["a red fox", "two blue cups", "snow", "a green square"]
 SIZE = tiny_flow.PIPELINES["sd3"][1]
 PLUGIN = """
-from understudy.rewards.contract import Answer, register_reward
+from tutelage.rewards.contract import Answer, register_reward
 
 
 @register_reward("brightness")

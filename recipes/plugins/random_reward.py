@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from understudy.rewards.contract import Answer, register_reward
+from tutelage.rewards.contract import Answer, register_reward
 
 
 @register_reward("random")

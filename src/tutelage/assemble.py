@@ -1,0 +1,208 @@
+"""The one place that wires parts together: config in, a run that is ready to go out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tutelage import build
+from tutelage.algorithms.contract import Algorithm
+from tutelage.backstage import Backstage, Embedded
+from tutelage.build import Progress, Report, silent, unseen
+from tutelage.config.diffusion import DiffusionConfig
+from tutelage.config.schema import Config, RunConfig, TextSampling
+from tutelage.data.prompts import PromptSet, PromptStream, load_prompts
+from tutelage.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling, Want
+from tutelage.learning import Learner
+from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.optimizer_state import seed_rng
+from tutelage.queue.contract import CountingQueue
+from tutelage.queue.memory import MemoryQueue
+from tutelage.rewards.pool import RewardPool
+from tutelage.rollout import Order, Rollout, Rollouts
+from tutelage.routing import Router
+from tutelage.signals import painted, reward_pool
+from tutelage.teachers.client import TeacherClient
+from tutelage.teachers.pool import TeacherPool
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything a run consists of."""
+
+    config: RunConfig
+    tokenizer: SafeTokenizer | None
+    """of a student that writes"""
+    algorithm: Algorithm
+    teachers: TeacherClient
+    queue: CountingQueue
+    rollout: Rollouts
+    backstage: Backstage
+    stream: PromptStream
+    heldout: PromptSet | None
+
+    def sampling(self, settings: TextSampling, *, training: bool = False) -> Sampling:
+        """How text is drawn."""
+        assert self.tokenizer is not None
+        wants_own = training and self.algorithm.payload in ("student_top_k", "union")
+        return Sampling(
+            top_ids=self.algorithm.top_k if wants_own else 0,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_tokens=settings.min_tokens,
+            max_tokens=settings.max_tokens,
+            stop_ids=self.tokenizer.eos_ids,
+            stop_strings=settings.stop,
+        )
+
+    def training_order(self, step: int, version: int) -> Order:
+        """What a step asks of its episodes, and of teachers for the algorithm."""
+        sampling, want = self._asked(step)
+        return Order("train", self.config.rollout.samples, sampling, want, self.config.seed, step, version)
+
+    def _asked(self, step: int) -> tuple[Sampling | Painting, Want]:
+        config, payload = self.config, self.algorithm.payload
+        if isinstance(config, DiffusionConfig):
+            from tutelage import build_flow
+
+            return build_flow.training_painting(config, self.algorithm, step), build_flow.want(self.algorithm)
+        assert isinstance(config, Config)
+        want = Want(
+            sampled=payload not in ("full", "none"),
+            top_k=self.algorithm.top_k if payload in ("top_k", "union") else 0,
+            given=payload in ("student_top_k", "union"),
+            hidden=payload == "full",
+        )
+        return self.sampling(config.rollout, training=True), want
+
+
+def assemble(config: RunConfig, report: Report = silent, progress: Progress = unseen) -> Parts:
+    """Load models and data, check that they fit together, and connect the parts."""
+    build.enter(config)
+    if isinstance(config, DiffusionConfig):
+        from tutelage import build_flow  # noqa: F401  # misses its optional packages here, before anything starts
+    if config.runtime == "ray":
+        from tutelage.distributed import assemble_on_ray
+
+        return assemble_on_ray(config, report, progress)
+    queue, rewards = MemoryQueue(), reward_pool(config)
+    if isinstance(config, Config):
+        stage = _writers(config, queue, rewards, report, progress)
+    else:
+        stage = _painters(config, queue, rewards, report)
+    router = Router("student", [stage.student])
+
+    async def send(request: GenerateRequest | PaintRequest) -> Generation | Painted:
+        return await router.call(request.order[:2], lambda replica: replica.generate(request))
+
+    seed_rng(config.seed)  # nothing of ours draws from the global generators, but plugins may
+    return Parts(
+        config=config,
+        tokenizer=stage.tokenizer,
+        algorithm=stage.learner.algorithm,
+        teachers=stage.client,
+        queue=queue,
+        rollout=Rollout(build.loops(config, stage.tokenizer, send), stage.judges),
+        backstage=Embedded(
+            stage.learner, stage.student, stage.teachers, stage.reference, rewards, config.engine.score_every, report
+        ),
+        stream=stage.prompts.stream(config),
+        heldout=stage.prompts.heldout,
+    )
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The parts that differ between students that write and students that paint."""
+
+    prompts: Prompts
+    tokenizer: SafeTokenizer | None
+    client: TeacherClient
+    judges: build.Judges
+    learner: Learner
+    student: Any
+    """an engine that shares the learner's weights"""
+    teachers: dict[str, Any]
+    """their engines"""
+    reference: Any = None
+
+
+def _writers(
+    config: Config, queue: CountingQueue, rewards: RewardPool | None, report: Report, progress: Progress
+) -> _Stage:
+    prompts = Prompts.load(config, report)
+    tokenizer = SafeTokenizer.load(config.student.path, report)
+    student, _ = build.student_model(config, report)
+    models = {name: build.teacher_model(config, name, report) for name in config.teachers}
+    tokenizers = {name: SafeTokenizer.load(settings.path, report) for name, settings in config.teachers.items()}
+    vocabulary = build.shared_vocabulary(
+        (tokenizer, student.head.vocabulary),
+        {name: (tokenizers[name], model.head.vocabulary) for name, model in models.items()},
+        report,
+    )
+    build.check_top_k(config, vocabulary)
+    teachers = {name: build.teacher_engine(config, name, model, vocabulary) for name, model in models.items()}
+    pools = {name: TeacherPool(name, [engine]) for name, engine in teachers.items()}
+    client = build.teacher_client(config, pools, tokenizers)
+    reaches = {"student": student.reach, **{f"teachers.{name}": model.reach for name, model in models.items()}}
+    prompts = prompts.without(build.check_prompts(config, prompts.sets, tokenizer, client, reaches, report, progress))
+    heads = [build.teacher_head(config, name, model.head, vocabulary) for name, model in models.items()]
+    learner = build.learner(config, student, heads, queue, vocabulary, report=report)
+    engine = build.student_engine(config, student, tokenizer, vocabulary)
+    reference = build.reference_engine(config, vocabulary, report) if build.has_reference(config) else None
+    judges = build.Judges(config, build.text_of(tokenizer), queue, client, reference, rewards)
+    return _Stage(prompts, tokenizer, client, judges, learner, engine, dict(teachers), reference)
+
+
+def _painters(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None, report: Report) -> _Stage:
+    from tutelage import build_flow  # runs over text do without it
+
+    assert isinstance(config, DiffusionConfig)
+    prompts = Prompts.load(config, report)
+    student = build_flow.student_model(config, report)
+    teachers = {
+        name: build_flow.teacher_engine(config, name, build_flow.teacher_model(config, name, report))
+        for name in config.teachers
+    }
+    client = build.teacher_client(config, {name: TeacherPool(name, [e]) for name, e in teachers.items()}, {})
+    build.check_routes(prompts.sets, client)
+    judges = build.Judges(config, painted, queue, client, None, rewards)
+    learner = build_flow.learner(config, student, queue)
+    engine = build_flow.student_engine(config, student)
+    return _Stage(prompts, None, client, judges, learner, engine, dict(teachers))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the run learns from and is evaluated on."""
+
+    train: PromptSet
+    heldout: PromptSet | None
+    skip: frozenset[int] = frozenset()
+    """positions of training rows that are never drawn"""
+
+    @classmethod
+    def load(cls, config: RunConfig, report: Report = silent) -> Prompts:
+        data = config.data
+        heldout = load_prompts(data, data.validation, heldout=True) if data.validation else None
+        train = load_prompts(data, data.train)
+        if heldout is not None and (shared := heldout.shared_with(train)):
+            report(
+                f"{shared:,} of the {len(heldout):,} held-out prompts ({heldout.source}) are training prompts too "
+                f"({train.source}): held-out measures do not tell how the student does on prompts that it never saw"
+            )
+        return cls(train, heldout)
+
+    def without(self, skipped: Sequence[frozenset[int]]) -> Prompts:
+        """Leave out the rows at these positions of `sets`: held-out rows at once, training rows when drawn."""
+        heldout = None if self.heldout is None else self.heldout.without(skipped[1])
+        return Prompts(self.train, heldout, skipped[0])
+
+    def stream(self, config: RunConfig) -> PromptStream:
+        return PromptStream(self.train, config.seed, config.data.shuffle, self.skip)
+
+    @property
+    def sets(self) -> Sequence[PromptSet]:
+        return [self.train] if self.heldout is None else [self.train, self.heldout]

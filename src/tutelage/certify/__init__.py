@@ -1,0 +1,7 @@
+"""Proofs of objectives: the mean gradient of what the code computes, against the exact gradient of what it claims."""
+
+from tutelage.certify.files import load_file
+from tutelage.certify.judge import ALL_CHECKS, Row, certify
+from tutelage.certify.subjects import Subject
+
+__all__ = ["ALL_CHECKS", "Row", "Subject", "certify", "load_file"]

@@ -1,0 +1,209 @@
+"""What the student did, as a batch for the learner (`batch`) and as plain tensors for a textbook (`View`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from tutelage.algorithms.contract import TeacherHead
+from tutelage.certify.toy import TEMPERATURE, VOCABULARY, Cast, Toy
+from tutelage.data.ragged import Ragged, offsets_of
+from tutelage.data.trajectory import Batch, EpisodeKey, Key
+
+TOP_K = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Trajectories: what was written, and by whom."""
+
+    tokens: tuple[Tensor, ...]
+    masks: tuple[Tensor, ...]
+    keys: tuple[Key, ...]
+    rewards: Tensor
+    """float64 [rows]"""
+    gap: Tensor
+    """float64 [actions]: the sampler's log-probs less the learner's"""
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [rows], in actions"""
+        return torch.tensor([int(mask.sum()) for mask in self.masks], dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that is known at each action, computed without packs, chunks or fused formulas."""
+
+    ids: Tensor
+    """int64 [actions]"""
+    row: Tensor
+    """int64 [actions]: the row of each action"""
+    lengths: Tensor
+    """int64 [rows], in actions"""
+    student: Tensor
+    """log-probs [actions, vocabulary] after the rollout's temperature, with gradient"""
+    teacher: Tensor
+    reference: Tensor
+    """log-probs [actions, vocabulary] of the others, at their own temperature"""
+    values: Tensor
+    """[actions]: the critic's, with gradient"""
+    before: Tensor
+    """log-probs [actions, vocabulary] of the student before the first update; its own now, if there was none"""
+    sampler: Tensor
+    """log-probs [actions, vocabulary] of whoever drew the actions"""
+    behaviour: Tensor
+    """[actions]: the sampler's log-prob of each action"""
+    teacher_hidden: Tensor
+    rewards: Tensor
+    """[rows]"""
+    keys: tuple[Key, ...]
+
+    def taken(self, log_probs: Tensor) -> Tensor:
+        """[actions]: of the ids that were written."""
+        return log_probs.gather(-1, self.ids[:, None]).squeeze(-1)
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """[rows]: sums of [actions]."""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.row, values)
+
+
+def view(cast: Cast, rows: Rows) -> View:
+    """Look at rows in the plainest way: every sequence padded and run by itself."""
+    chose = [mask.nonzero().squeeze(-1) - 1 for mask in rows.masks]
+    row = torch.repeat_interleave(torch.arange(len(chose)), rows.lengths)
+    at = torch.cat(chose) if chose else row
+    ids = torch.cat([tokens[mask] for tokens, mask in zip(rows.tokens, rows.masks, strict=True)])
+    hidden = [toy.plain(rows.tokens)[row, at] for toy in (cast.student, cast.teacher, cast.reference, cast.critic)]
+    student = torch.log_softmax(cast.student.logits(hidden[0]) / TEMPERATURE, dim=-1)
+    before, sampler = (
+        student.detach() if toy is cast.student else _tempered(toy, rows, row, at) for toy in (cast.old, cast.drew)
+    )
+    behaviour = sampler.gather(-1, ids[:, None]).squeeze(-1) + rows.gap.to(student.dtype)
+    return View(
+        ids=ids,
+        row=row,
+        lengths=rows.lengths,
+        student=student,
+        teacher=cast.teacher.log_probs(hidden[1]).detach(),
+        reference=cast.reference.log_probs(hidden[2]).detach(),
+        values=cast.critic.values(hidden[3]),
+        before=before,
+        sampler=sampler,
+        behaviour=behaviour,
+        teacher_hidden=hidden[1].detach(),
+        rewards=rows.rewards.to(student.dtype),
+        keys=rows.keys,
+    )
+
+
+def _tempered(toy: Toy, rows: Rows, row: Tensor, at: Tensor) -> Tensor:
+    """Log-probs of a student of another time."""
+    return torch.log_softmax(toy.logits(toy.plain(rows.tokens)[row, at]) / TEMPERATURE, dim=-1).detach()
+
+
+def heads(cast: Cast) -> tuple[TeacherHead, ...]:
+    """The teacher's output head, as the full payload refers to it."""
+    return (TeacherHead("teacher", cast.teacher.log_probs),)
+
+
+def batch(rows: Rows, seen: View, needs: Iterable[str]) -> Batch:
+    """What the queue would hand over: the columns that an algorithm asks for, no others."""
+    offsets = offsets_of(seen.lengths)
+    top = seen.teacher.topk(TOP_K, dim=-1)
+    own = seen.student.detach().topk(TOP_K, dim=-1).indices
+    values = {
+        "behaviour_logp": seen.behaviour,
+        "teacher_logp": seen.taken(seen.teacher),
+        "teacher_topk_ids": top.indices,
+        "teacher_topk_logp": top.values,
+        "student_topk_ids": own,
+        "teacher_given_logp": seen.teacher.gather(-1, own),
+        "reference_logp": seen.taken(seen.reference),
+        "teacher_hidden": seen.teacher_hidden,
+    }
+    columns = {
+        "tokens": Ragged.from_rows(list(rows.tokens), dtype=torch.int64),
+        "mask": Ragged.from_rows(list(rows.masks), dtype=torch.bool),
+        **{name: Ragged(column, offsets) for name, column in values.items()},
+    }
+    per_row = {"reward": seen.rewards, "teacher_index": torch.zeros(len(rows.keys), dtype=torch.int32)}
+    asked = tuple(needs)
+    return Batch(
+        rows.keys,
+        {name: column for name, column in columns.items() if name in asked},
+        {name: column for name, column in per_row.items() if name in asked},
+    )
+
+
+# ── everything that could have been written ──────────────────────────────────────────────────────────────────────────
+
+PROMPTS: tuple[tuple[tuple[int, ...], str], ...] = (((1, 3), "ataa"), ((2, 0, 3), "ata"))
+"""Prompts and what follows them: a is an action, t a token of a tool, which depends on the action before it."""
+
+
+def everything(prompt: Sequence[int], layout: str) -> Rows:
+    """Every sequence that the student could write after a prompt, each with a reward of its own."""
+    tokens = [_sequence(prompt, layout, actions) for actions in product(range(VOCABULARY), repeat=layout.count("a"))]
+    mask = torch.tensor([False] * len(prompt) + [kind == "a" for kind in layout])
+    generator = torch.Generator().manual_seed(len(tokens))
+    return Rows(
+        tokens=tuple(tokens),
+        masks=(mask,) * len(tokens),
+        keys=tuple(Key("train", number, 0, 0, 0) for number in range(len(tokens))),
+        rewards=torch.rand(len(tokens), generator=generator, dtype=torch.float64),
+        gap=torch.zeros(len(tokens) * layout.count("a"), dtype=torch.float64),
+    )
+
+
+def _sequence(prompt: Sequence[int], layout: str, actions: Sequence[int]) -> Tensor:
+    left, written = list(actions), list(prompt)
+    for kind in layout:
+        written.append(left.pop(0) if kind == "a" else (written[-1] + 2) % VOCABULARY)
+    return torch.tensor(written)
+
+
+# ── some rows of many shapes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ragged(seed: int, *, groups: int = 3, samples: int = 2) -> Rows:
+    """Groups with short and long prompts (long ones are shared in a pack), answers of 1 to 6 actions with tool tokens
+    between, one episode of two trajectories, and a sampler that is a little off."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, masks, keys = [], [], []
+    for uid in range(groups):
+        length = 9 if uid % 2 else int(torch.randint(1, 4, (), generator=generator))
+        prompt = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        for sample in range(samples):
+            for index in range(2 if (uid, sample) == (0, 0) else 1):
+                answer = torch.rand(int(torch.randint(1, 7, (), generator=generator)), generator=generator) < 0.75
+                answer[-1] = True
+                written = torch.randint(0, VOCABULARY, (len(answer),), generator=generator)
+                tokens.append(torch.cat([prompt, written]))
+                masks.append(torch.cat([torch.zeros(length, dtype=torch.bool), answer]))
+                keys.append(EpisodeKey("train", uid, sample).trajectory(index))
+    return _rows(tokens, masks, keys, generator)
+
+
+def shaped(patterns: Sequence[str], seed: int) -> Rows:
+    """Rows with these masks ("0011"), two samples to a group."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = [torch.tensor([c == "1" for c in pattern], dtype=torch.bool) for pattern in patterns]
+    tokens = [torch.randint(0, VOCABULARY, (len(mask),), generator=generator) for mask in masks]
+    keys = [Key("train", number // 2, number % 2, 0, 0) for number in range(len(masks))]
+    return _rows(tokens, masks, keys, generator)
+
+
+def _rows(tokens: list[Tensor], masks: list[Tensor], keys: list[Key], generator: torch.Generator) -> Rows:
+    actions = sum(int(mask.sum()) for mask in masks)
+    return Rows(
+        tokens=tuple(tokens),
+        masks=tuple(masks),
+        keys=tuple(keys),
+        rewards=torch.rand(len(keys), generator=generator, dtype=torch.float64),
+        gap=0.2 * torch.randn(actions, generator=generator, dtype=torch.float64),
+    )

@@ -1,0 +1,189 @@
+"""Models that can be enumerated: five tokens, a recurrent state of four numbers, float64.
+
+A toy is used twice. Under the learner it stands where a language model stands (`forward_pack`, `head`, `values`), so
+that everything above it is the code that trains. And it computes the same in the plainest way (`plain`: padded, one
+step after the other), which is what the learner's work is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tutelage.data.ragged import Ragged
+from tutelage.models.causal_lm import CausalLM, OutputHead
+from tutelage.models.packing import Pack
+
+VOCABULARY = 5
+"""ids that student and teacher share"""
+PADDING = 2
+"""further rows of the student's head and embedding, as padded vocabularies have them"""
+WIDTH = 4
+RARE = 4
+"""an id that the student all but excludes and the teacher likes: where clamps lose their gradient"""
+TEMPERATURE = 0.8
+"""of the student alone: a teacher that took it over would be noticed"""
+
+
+class Toy(CausalLM):
+    """h′ = tanh(h R + E[token]), hidden = h′ O, logits = head(hidden)."""
+
+    def __init__(self, seed: int, *, value: bool = False, spread: float = 1.5) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
+
+        ids = VOCABULARY + PADDING
+        self.width = WIDTH
+        self.embedding, self.recurrent, self.out = draw(ids, WIDTH), draw(WIDTH, WIDTH), draw(WIDTH, WIDTH)
+        linear = nn.Linear(WIDTH, ids, dtype=torch.float64)
+        linear.weight, linear.bias = draw(ids, WIDTH), draw(ids)
+        linear.weight.data.mul_(spread / WIDTH**0.5)
+        self.head = OutputHead(linear)
+        self.value_head: nn.Linear | None = None
+        if value:
+            self.value_head = nn.Linear(WIDTH, 1, dtype=torch.float64)
+            self.value_head.weight, self.value_head.bias = draw(1, WIDTH), draw(1)
+        self.watched: list[tuple[Pack, Tensor]] | None = None
+        """if a list, every pack and its hidden states are written down; they keep their gradients"""
+
+    def named_parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        own = [("embedding", self.embedding), ("recurrent", self.recurrent), ("out", self.out)]
+        top = self.head.linear if self.value_head is None else self.value_head
+        return (*own, *((f"head.{name}", parameter) for name, parameter in top.named_parameters()))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def to(self, dtype: torch.dtype) -> Toy:
+        """This toy itself, in another precision."""
+        for parameter in (*self.parameters(), self.head.linear.weight, self.head.linear.bias):
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+    def values(self, hidden: Tensor) -> Tensor:
+        assert self.value_head is not None
+        values: Tensor = self.value_head(hidden)
+        return values.squeeze(-1)
+
+    def forward_pack(self, packed: Pack) -> Tensor:
+        """Position after position, all segments at once; a segment goes on where its last ancestor ended."""
+        parent = torch.arange(-1, len(packed.tokens) - 1)
+        for segment in packed.segments:
+            parent[segment.start] = packed.segments[segment.ancestors[-1]].end - 1 if segment.ancestors else -1
+        slot = torch.empty_like(packed.tokens)
+        levels: list[Tensor] = []
+        order: list[Tensor] = []
+        for position in range(int(packed.positions.max()) + 1):
+            here = (packed.positions == position).nonzero().squeeze(-1)
+            slot[here] = torch.arange(len(here))
+            before = levels[-1][slot[parent[here]]] if levels else self.recurrent.new_zeros(len(here), WIDTH)
+            levels.append(torch.tanh(before @ self.recurrent + self.embedding[packed.tokens[here]]))
+            order.append(here)
+        hidden = torch.cat(levels)[torch.cat(order).argsort()] @ self.out
+        if self.watched is not None and hidden.requires_grad:
+            hidden.retain_grad()
+            self.watched.append((packed, hidden))
+        return hidden
+
+    def plain(self, tokens: Sequence[Tensor]) -> Tensor:
+        """Hidden states [rows, longest, width] of each sequence by itself."""
+        padded = Ragged.from_rows(list(tokens), dtype=torch.int64).to_padded(0)
+        state = self.recurrent.new_zeros(len(padded), WIDTH)
+        states = []
+        for position in range(padded.shape[1]):
+            state = torch.tanh(state @ self.recurrent + self.embedding[padded[:, position]])
+            states.append(state)
+        return torch.stack(states, dim=1) @ self.out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Over the shared ids."""
+        top = self.head.linear
+        return (hidden @ top.weight.T + top.bias)[..., :VOCABULARY]
+
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """What a teacher's head gives: its own distribution, at its own temperature of 1."""
+        return torch.log_softmax(self.logits(hidden), dim=-1)
+
+
+class Copies(Toy):
+    """As many copies of a toy as a batch has rows, each with weights of its own: one pass of the learner over all rows
+    gives the gradient of every row by itself. Hidden states are the logits (or values) already. Rows are equally long.
+    """
+
+    def __init__(self, toy: Toy, count: int) -> None:
+        top = toy.head.linear if toy.value_head is None else toy.value_head
+        weights = (toy.embedding, toy.recurrent, toy.out, top.weight.T, top.bias)
+        self.copies = [nn.Parameter(w.detach().expand(count, *w.shape).clone()) for w in weights]
+        identity = nn.Linear(len(top.bias), len(top.bias), bias=False, dtype=top.bias.dtype)
+        identity.weight = nn.Parameter(torch.eye(len(top.bias), dtype=top.bias.dtype), requires_grad=False)
+        self.head, self.width, self.value_head = OutputHead(identity), len(top.bias), toy.value_head
+
+    def named_parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        return tuple(zip(("embedding", "recurrent", "out", "head.weight", "head.bias"), self.copies, strict=True))
+
+    def gradients(self) -> Tensor:
+        """[rows, parameters], in the order of the toy's own parameters."""
+        slopes = [torch.zeros_like(own) if own.grad is None else own.grad for own in self.copies]
+        slopes[3] = slopes[3].transpose(1, 2)
+        return torch.cat([slope.flatten(1) for slope in slopes], dim=1)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return hidden.squeeze(-1)
+
+    def forward_pack(self, packed: Pack) -> Tensor:
+        embedding, recurrent, out, weight, bias = self.copies
+        places = torch.stack(packed.rows)
+        row = torch.arange(len(places))
+        state = recurrent.new_zeros(len(places), 1, WIDTH)
+        states = []
+        for position in range(places.shape[1]):
+            state = torch.tanh(state @ recurrent + embedding[row, packed.tokens[places[:, position]]][:, None])
+            states.append(state)
+        hidden = torch.cat(states, dim=1) @ out @ weight + bias[:, None]
+        return hidden.flatten(0, 1)[places.flatten().argsort()]
+
+
+def _student() -> Toy:
+    toy = Toy(seed=1)
+    toy.head.linear.bias.data[RARE] -= 9.0
+    return toy
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who takes part: the student, its teacher, the reference it should stay close to, and a critic."""
+
+    student: Toy = field(default_factory=_student)
+    teacher: Toy = field(default_factory=lambda: Toy(seed=2))
+    reference: Toy = field(default_factory=lambda: Toy(seed=3))
+    critic: Toy = field(default_factory=lambda: Toy(seed=4, value=True))
+    before: Toy | None = None
+    """the student with the weights of before a batch's first update, if it has moved since"""
+    sampler: Toy | None = None
+    """who drew the actions, if it computes something else than the student of before"""
+
+    @property
+    def old(self) -> Toy:
+        return self.before or self.student
+
+    @property
+    def drew(self) -> Toy:
+        return self.sampler or self.old
+
+    def to(self, dtype: torch.dtype) -> Cast:
+        for toy in (self.student, self.teacher, self.reference, self.critic):
+            toy.to(dtype)
+        return self
+
+
+def earlier(seed: int, apart: float) -> Toy:
+    """The default student with every weight a little off: after the same tokens it likes others."""
+    toy, generator = _student(), torch.Generator().manual_seed(seed)
+    for parameter in toy.parameters():
+        parameter.data.add_(apart * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return toy

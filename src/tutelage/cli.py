@@ -1,0 +1,287 @@
+"""The command line: argv -> config -> train(). Heavy imports happen inside commands, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from tutelage.errors import UserError
+
+RUN_CONFIG = "config.yaml"
+"""The resolved configuration in a run's directory."""
+
+Handler = Callable[[argparse.Namespace], Callable[[], Path] | int | None]
+"""Does what a command asks. Where that is a run, the run is handed back for `main` to make: from there to a loss it is
+not far then, and a traceback stays short. A number is the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0, 1 for what `certify` failed or `plan` could not place, 2 for a mistake
+    the user can fix, 130 for Ctrl-C."""
+    args = _parse(argv)
+    handler: Handler = args.handler
+    try:
+        run = handler(args)
+        if isinstance(run, int):
+            return run
+        if run is not None:
+            print(f"run: {run()}")
+    except UserError as error:
+        print(f"tutelage: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tutelage: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train_command(args: argparse.Namespace) -> Callable[[], Path]:
+    from tutelage.config.load import load
+
+    config = load(args.recipe, args.overrides).config
+    from tutelage.train import train
+
+    return partial(train, config)
+
+
+def resume_command(args: argparse.Namespace) -> Callable[[], Path]:
+    run = _existing_run(args.run)
+    from tutelage.train import resume
+
+    return partial(resume, run, args.steps, args.overrides)
+
+
+def eval_command(args: argparse.Namespace) -> None:
+    from tutelage.config.load import load
+
+    target = Path(args.target)
+    run = _existing_run(args.target) if target.is_dir() else None
+    if run is None and args.checkpoint is not None:
+        raise UserError(f"--checkpoint belongs to a run, and {target} is not a run's directory")
+    config = load(run / RUN_CONFIG if run else target, args.overrides).config
+    from tutelage.evaluate import evaluate_run
+
+    measures = evaluate_run(config, run, args.checkpoint or "latest")
+    for name, value in measures.items():
+        print(f"{name:<16} {value:.6g}")
+
+
+def show_command(args: argparse.Namespace) -> None:
+    from tutelage.config.load import load
+    from tutelage.config.show import plain, show, table
+
+    rows = show(load(args.recipe, args.overrides))
+    if args.plain:
+        print(plain(rows))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(table(rows, descriptions=console.width >= 120))
+
+
+def export_command(args: argparse.Namespace) -> None:
+    run = _existing_run(args.run)
+    from tutelage.export import export_run
+
+    dtype = export_run(run, Path(args.out), args.checkpoint, args.keep_adapter)
+    print(f"exported: {args.out} ({dtype})")
+
+
+def plan_command(args: argparse.Namespace) -> int:
+    from tutelage.config.load import load
+    from tutelage.runtime.placement import describe_cluster
+
+    nodes = describe_cluster(args.cluster) if args.cluster is not None else None
+    config = load(args.recipe, [*args.overrides, *(["runtime=ray"] if nodes else [])]).config
+    from tutelage.config.schema import Config
+    from tutelage.plan import plan, show
+
+    if not isinstance(config, Config):
+        raise UserError(f"{args.recipe}: plans are drawn for students that write; this one paints")
+    planned = plan(config, nodes)
+    if args.json:
+        import json
+
+        print(json.dumps(planned.as_json(), indent=1, ensure_ascii=False))
+    else:
+        show(planned)
+    return 0 if planned.fits else 1
+
+
+def certify_command(args: argparse.Namespace) -> int:
+    import torch
+
+    from tutelage.certify import certify, load_file
+
+    torch.set_num_threads(1)  # toys are too small to share
+    names = load_file(args.file) if args.file is not None else None
+    from rich.console import Console
+
+    with Console(stderr=True).status("two processes") as status:
+        files = [args.file] if args.file is not None else []
+        rows = certify(
+            names, files=files, done=lambda row: status.update(f"{row.objective}, {row.payload}, {row.form}")
+        )
+    if args.json:
+        import json
+
+        print(json.dumps([row.as_json() for row in rows], indent=1, ensure_ascii=False))
+    else:
+        from tutelage.certify.table import show
+
+        show(rows)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+def _existing_run(name: str) -> Path:
+    run = Path(name)
+    if not run.is_dir():
+        raise UserError(f"{run} is not a run: there is no such directory")
+    if not (run / RUN_CONFIG).is_file():
+        raise UserError(f"{run} is not a run: it has no {RUN_CONFIG}")
+    return run
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with overrides allowed before and after options (argparse alone takes only the first lot)."""
+    args, rest = _parser().parse_known_args(argv)
+    command: argparse.ArgumentParser = args.command_parser
+    stray = [word for word in rest if word.startswith("-") or "overrides" not in args]
+    if stray:
+        command.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tutelage",
+        description="On-policy post-training: a student model acts, teachers judge every action, the student learns.",
+        epilog="example: tutelage train recipes/quickstart.yaml steps=20",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = _command(commands, "train", train_command, "train a student as a recipe says", _TRAIN)
+    _add_recipe(train)
+
+    resume = _command(commands, "resume", resume_command, "go on with a run that was stopped or killed", _RESUME)
+    resume.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    resume.add_argument("--steps", type=_positive, metavar="N", help="train to step N instead of the recipe's `steps`")
+    _add_overrides(resume, "change a setting for the rest of the run, e.g. checkpoint.every=5")
+
+    evaluate = _command(commands, "eval", eval_command, "measure a student on held-out prompts", _EVAL)
+    evaluate.add_argument("target", metavar="RUN_OR_RECIPE", help="directory of a run, or a recipe (untrained student)")
+    _add_overrides(evaluate)
+    _add_checkpoint(evaluate, default=None)
+
+    config = commands.add_parser("config", help="look at configurations", allow_abbrev=False)
+    shown = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show = _command(shown, "show", show_command, "print what a run would read and where each value comes from", _SHOW)
+    _add_recipe(show)
+    show.add_argument("--plain", action="store_true", help="one line per key: key = value  # origin")
+
+    plan = _command(commands, "plan", plan_command, "print what a step does, sends and needs, and run nothing", _PLAN)
+    _add_recipe(plan)
+    described = "place the pools on a cluster that need not exist, e.g. nodes=4,gpus=8 (or with cpus=64 too)"
+    plan.add_argument("--cluster", metavar="nodes=N,gpus=N", help=described)
+    plan.add_argument("--json", action="store_true", help="one object instead of text and tables")
+
+    certify = _command(commands, "certify", certify_command, "prove what every objective descends", _CERTIFY)
+    certify.add_argument("--file", metavar="FILE", help="certify the objectives that this Python file registers")
+    certify.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+
+    export = _command(commands, "export", export_command, "write a checkpoint as a Hugging Face directory", _EXPORT)
+    export.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+    export.add_argument("out", metavar="OUT", help="directory to write")
+    _add_checkpoint(export, default="latest")
+    export.add_argument("--keep-adapter", action="store_true", help="write the LoRA adapter instead of merging it")
+    return parser
+
+
+_TRAIN = """example: tutelage train recipes/quickstart.yaml steps=20 optimizer.lr=5e-5
+
+A recipe is a YAML file. key=value words change it: keys are dotted, values are YAML
+(student.lora={rank: 8} in quotes for the shell, data.validation=null).
+`tutelage config show RECIPE` lists the keys."""
+_RESUME = """example: tutelage resume runs/quickstart
+example: tutelage resume runs/quickstart steps=60 checkpoint.every=5
+
+key=value words change settings for the rest of the run, and its config.yaml keeps them. Only settings under which
+everything so far would have been the same may change; any other is refused with the list of those that may."""
+_EVAL = """example: tutelage eval runs/quickstart --checkpoint best
+example: tutelage eval recipes/quickstart.yaml student.drop_layers=[]"""
+_SHOW = "example: tutelage config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
+_PLAN = """example: tutelage plan recipes/quickstart.yaml algorithm.objective=k2
+
+example: tutelage plan recipes/ray/opd_4x8.yaml --cluster nodes=4,gpus=8
+
+The graph of a step, the columns with their bytes per token, and a memory estimate. No model is loaded, made or
+downloaded. With runtime: ray, or --cluster, also which replica goes where; exit code 1 if they do not fit."""
+_CERTIFY = """example: tutelage certify --file my_loss.py
+
+One row for each objective, payload and form: the mean gradient of what the code computes, over everything that a tiny
+student could write, against the exact gradient of what the objective claims. Takes about a minute; exit code 1 if a row
+failed."""
+_EXPORT = """example: tutelage export runs/quickstart my-model --checkpoint best
+
+The directory can then be opened with transformers' AutoModelForCausalLM.from_pretrained."""
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, handler: Handler, what: str, example: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog=example,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=handler, command_parser=parser)
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, e.g. recipes/quickstart.yaml")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser, what: str = "change a setting, e.g. optimizer.lr=5e-5") -> None:
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help=what)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, default: str | None) -> None:
+    names = "latest (the default), best, or a name such as step-000010"
+    parser.add_argument("--checkpoint", metavar="NAME", default=default, help=names)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
+        from importlib.metadata import version
+
+        print(f"tutelage {version('tutelage')}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

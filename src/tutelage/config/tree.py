@@ -1,0 +1,265 @@
+"""YAML texts as trees whose values know where they came from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import yaml
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+RESOLVED_HEADER = "# Resolved by tutelage: every value of the run. Relative paths are from the working directory.\n"
+
+Parts: TypeAlias = tuple[str, ...]
+"""A dotted key, split. Kept as parts because the name of a teacher may itself contain a dot."""
+
+
+class Mistake(NamedTuple):
+    """One thing that is wrong with a configuration."""
+
+    key: str
+    """dotted; empty where a file or an override as a whole is wrong"""
+    origin: str
+    """file:line, file:line:column or `command line`"""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.origin}): {self.message}" if self.key else f"{self.origin}: {self.message}"
+
+
+def inline_yaml(value: Any) -> str:
+    """A value on one line, as an override would spell it."""
+    return to_yaml(value, flow=True).removesuffix("\n").removesuffix("\n...")
+
+
+# ---------------------------------------------------------------------------------------------------- YAML
+
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+_CORE = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+)
+"""Scalars of YAML 1.2: `1e-4` is a number, `no` and `2026-01-31` are text, `010` is ten."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes, which know their lines, and constructs nothing."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (those of YAML 1.1 are not wanted)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported; use extends", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as something else, and escapes what is not printable."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+for _name, _pattern, _first in _CORE:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), _first)
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    _TAG + "null": lambda text: None,
+    _TAG + "bool": lambda text: text.lower() == "true",
+    _TAG + "int": lambda text: int(text, 0) if text[1:2] in ("o", "x") else int(text),
+    _TAG + "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    _TAG + "str": str,
+}
+
+
+def to_yaml(value: Any, *, flow: bool) -> str:
+    options: dict[str, Any] = {"allow_unicode": True, "sort_keys": False, "width": 2**31}
+    return str(yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, **options))
+
+
+# ---------------------------------------------------------------------------------------- trees with origins
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    value: Any
+    origin: str
+    folder: Path | None = None
+    """where relative paths are looked for"""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    children: dict[str, Branch | Leaf]
+    origin: str
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Turns the nodes of one text into a tree, collecting mistakes."""
+
+    source: str
+    folder: Path | None
+    mistakes: list[Mistake]
+
+    def at(self, mark: Any) -> str:
+        return COMMAND_LINE if self.source == COMMAND_LINE else f"{self.source}:{mark.line + 1}"
+
+    def compose(self, text: str, prefix: str = "") -> yaml.Node | None:
+        """The root node, None for an empty text or one that is not YAML (which is noted)."""
+        try:
+            root: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            where = f"{self.at(mark)}:{mark.column + 1}" if mark and self.source != COMMAND_LINE else self.source
+            said = " ".join(part for part in (error.context, error.problem) if part)
+            self.mistakes.append(Mistake(prefix, where, f"not valid YAML: {said}"))
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            where = self.source if self.source == COMMAND_LINE else f"{self.source}:{line}"
+            self.mistakes.append(Mistake(prefix, where, f"not valid YAML: {error.reason} ({error.character!r})"))
+        else:
+            return root
+        return None
+
+    def tree(self, node: yaml.Node, path: Parts, origin: str) -> Branch | Leaf:
+        if isinstance(node, yaml.MappingNode):
+            pairs = self.pairs(node, path)
+            return Branch({name: self.tree(item, (*path, name), line) for name, item, line in pairs}, origin)
+        return Leaf(self.value(node, path), origin, self.folder)
+
+    def pairs(self, node: yaml.MappingNode, path: Parts) -> Iterator[tuple[str, yaml.Node, str]]:
+        """Keys of a mapping as they are spelt, with value and origin."""
+        seen: dict[str, str] = {}
+        for key, item in node.value:
+            line = self.at(key.start_mark)
+            if not isinstance(key, yaml.ScalarNode):
+                self.mistakes.append(Mistake(".".join(path), line, "a key must be a name"))
+                continue
+            name = key.value
+            if name in seen:
+                key_text = ".".join((*path, name))
+                self.mistakes.append(Mistake(key_text, line, f"given twice; the first is at {seen[name]}"))
+            seen[name] = line
+            yield name, item, line
+
+    def value(self, node: yaml.Node, path: Parts) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, path) for item in node.value]
+        if isinstance(node, yaml.MappingNode):
+            return {name: self.value(item, path) for name, item, _ in self.pairs(node, path)}
+        if node.tag in _SCALARS:
+            try:
+                return _SCALARS[node.tag](node.value)
+            except ValueError:
+                pass
+        message = f"{node.value!r} cannot be read as {node.tag.removeprefix(_TAG)}"
+        self.mistakes.append(Mistake(".".join(path), self.at(node.start_mark), message))
+        return node.value
+
+
+def merge(base: Branch, top: Branch) -> Branch:
+    """Mappings merge; anything else replaces what was there."""
+    children = dict(base.children)
+    for name, new in top.children.items():
+        old = children.get(name)
+        children[name] = merge(old, new) if isinstance(old, Branch) and isinstance(new, Branch) else new
+    return Branch(children, base.origin)
+
+
+def read_recipe(recipe: Path, chain: tuple[Path, ...], mistakes: list[Mistake], said: str = "") -> Branch | None:
+    """A recipe merged over those it extends; None if one of the files could not be read. `said` is who asked for it."""
+    if recipe.resolve() in [link.resolve() for link in chain]:
+        loop = " -> ".join(map(str, (*chain, recipe)))
+        mistakes.append(Mistake("extends", said, f"recipes extend each other in a circle: {loop}"))
+        return None
+    before = len(mistakes)
+    text = _text(recipe, mistakes, said)
+    folder = None if text.startswith(RESOLVED_HEADER) else recipe.parent
+    reader = _Reader(str(recipe), folder, mistakes)
+    root = reader.compose(text)
+    if len(mistakes) > before:
+        return None
+    if root is None or root.tag == _TAG + "null":
+        return Branch({}, str(recipe))
+    if not isinstance(root, yaml.MappingNode):
+        mistakes.append(Mistake("", reader.at(root.start_mark), "a recipe is a mapping of keys to values"))
+        return None
+    own = reader.tree(root, (), str(recipe))
+    assert isinstance(own, Branch)
+    parents = _parents(own, mistakes)
+    trees = [read_recipe(_beside(recipe, name), (*chain, recipe), mistakes, origin) for name, origin in parents]
+    merged = Branch({}, str(recipe))
+    for tree in (*trees, own):
+        if tree is None:
+            return None
+        merged = merge(merged, tree)
+    return merged
+
+
+def _parents(own: Branch, mistakes: list[Mistake]) -> list[tuple[str, str]]:
+    """Takes `extends` out of a recipe: (file name, origin) of each parent."""
+    entry = own.children.pop("extends", None)
+    if entry is None:
+        return []
+    names = entry.value if isinstance(entry, Leaf) else None
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        mistakes.append(Mistake("extends", entry.origin, "expects a file name or a list of file names"))
+        return []
+    return [(name, entry.origin) for name in names]
+
+
+def _beside(recipe: Path, name: str) -> Path:
+    return Path(os.path.normpath(recipe.parent / name))
+
+
+def _text(recipe: Path, mistakes: list[Mistake], said: str) -> str:
+    try:
+        return recipe.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        others = {other.stem: other for other in recipe.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(recipe.stem, others, n=1)
+        reason = "no such recipe" + (f"; did you mean {others[near[0]]}?" if near else "")
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 text (byte {error.start})"
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    mistakes.append(Mistake("extends", said, f"{recipe}: {reason}") if said else Mistake("", str(recipe), reason))
+    return ""
+
+
+def read_override(override: str, mistakes: list[Mistake]) -> Branch:
+    """`a.b=c` as a tree with one branch; an empty tree if it makes no sense (which is noted)."""
+    nothing = Branch({}, COMMAND_LINE)
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        mistakes.append(Mistake("", COMMAND_LINE, f"{override!r} is not of the form key=value, e.g. optimizer.lr=1e-4"))
+        return nothing
+    before = len(mistakes)
+    reader = _Reader(COMMAND_LINE, None, mistakes)
+    root = reader.compose(text, prefix=".".join(path))
+    if len(mistakes) > before:
+        return nothing
+    tree = Leaf(None, COMMAND_LINE) if root is None else reader.tree(root, path, COMMAND_LINE)
+    for name in reversed(path):
+        tree = Branch({name: tree}, COMMAND_LINE)
+    assert isinstance(tree, Branch)
+    return tree

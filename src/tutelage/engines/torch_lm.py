@@ -1,0 +1,437 @@
+"""The embedded engine: continuous batching and scoring for a `transformers` causal language model, in this process.
+
+Requests wait in key order. `tick` admits what fits, prefills it as one pack and draws one token for every sequence
+under way; `score_batch` computes one pack of score requests. The scheduler of the runtime calls both; nothing here
+looks at the clock, so the same requests give the same batches.
+
+Requests and answers hold CPU tensors, wherever the model computes. Random numbers are drawn on the CPU, so that a
+request gets the same ones on every device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutelage.engines.contract import EngineError, Finish, GenerateRequest, Generation, ScoreRequest, Scores
+from tutelage.models.attention import KeyValueCache
+from tutelage.models.causal_lm import CausalLM, fill_cache
+from tutelage.models.packing import PrefixCache, pack
+from tutelage.policy.text import DrawSettings, draw, log_probs
+
+CACHE_BLOCK = 64
+"""The key-value cache grows by multiples of this many positions."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One generation under way; its number in the engine's list is its slot of the cache."""
+
+    request: GenerateRequest
+    future: asyncio.Future[Generation]
+    uniform: list[float]
+    """the random numbers of this request, drawn once: token i uses number i"""
+    length: int = 0
+    """tokens in the cache"""
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_ids: list[Tensor] = field(default_factory=list)
+    mass_cut: float = 0.0
+    finish: Finish | None = None
+    times: dict[str, float] = field(default_factory=dict)
+
+    def so_far(self) -> Tensor:
+        """The prompt and what was written after it."""
+        return torch.cat([self.request.tokens, torch.tensor(self.tokens, dtype=torch.int64)])
+
+    def _top_ids(self) -> Tensor | None:
+        k = self.request.sampling.top_ids
+        if not k:
+            return None
+        return torch.stack(self.top_ids) if self.top_ids else torch.empty(0, k, dtype=torch.int64)
+
+    def result(self) -> Generation:
+        now = time.perf_counter()
+        started = self.times.get("admitted", now)
+        return Generation(
+            tokens=torch.tensor(self.tokens, dtype=torch.int64),
+            logp=torch.tensor(self.logp, dtype=torch.float32),
+            version=torch.tensor(self.versions, dtype=torch.int32),
+            finish=self.finish or "abort",
+            top_ids=self._top_ids(),
+            mass_cut=self.mass_cut / max(len(self.tokens), 1),
+            seconds={"wait": started - self.times["submitted"], "run": now - started},
+        )
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """What the engine has done."""
+
+    prefill_tokens: int = 0
+    prefix_tokens_reused: int = 0
+    decode_ticks: int = 0
+    decode_tokens: int = 0
+    score_batches: int = 0
+    score_tokens: int = 0
+    """tokens computed for scoring, shared prefixes once"""
+    generate_seconds: float = 0.0
+    score_seconds: float = 0.0
+
+
+class TorchEngine:
+    """Serves generate and score requests; the scheduler drives it."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        slots: int = 32,
+        context: int = 2048,
+        batch_tokens: int = 1024,
+        temperature: float = 1.0,
+        vocabulary: int | None = None,
+        decode: Callable[[list[int]], str] | None = None,
+        prefix_tokens: int = 0,
+        logit_rows: int = 128,
+    ) -> None:
+        """`temperature` and `vocabulary` are those of scores; `decode` is needed for stop strings only;
+        `prefix_tokens` bounds the prompts whose keys and values are kept for siblings that come later."""
+        self.model = model
+        self.slots, self.context, self.batch_tokens = slots, context, batch_tokens
+        self.temperature, self.vocabulary = temperature, vocabulary
+        self.decode = decode
+        self.logit_rows = logit_rows
+        self.version = 0
+        self.counts = EngineCounts()
+        self.on_work: Callable[[], None] = lambda: None
+        """called when a request arrives"""
+        self._order = itertools.count()
+        self._waiting: list[tuple[tuple[object, ...], int, _Sequence]] = []
+        self._active: list[_Sequence] = []
+        self._scores: list[tuple[tuple[object, ...], int, ScoreRequest, asyncio.Future[Scores]]] = []
+        self._cache = KeyValueCache()
+        self._prefixes = PrefixCache(prefix_tokens)
+
+    # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if len(request.tokens) == 0:
+            raise EngineError(f"request {request.id}: no tokens to continue")
+        if request.sampling.max_tokens < 1:
+            raise EngineError(f"request {request.id}: max_tokens = {request.sampling.max_tokens}, at least 1 is needed")
+        if request.sampling.stop_strings and self.decode is None:
+            raise EngineError(f"request {request.id}: stop strings need an engine with a decoder")
+        room = max(self.context - len(request.tokens), 0)
+        if request.sampling.max_tokens > room:
+            least = min(request.sampling.min_tokens, room)
+            request = replace(request, sampling=replace(request.sampling, min_tokens=least, max_tokens=room))
+        generator = torch.Generator().manual_seed(request.seed)
+        uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64)
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        sequence = _Sequence(request, future, uniform.tolist())
+        sequence.times["submitted"] = time.perf_counter()
+        if not room:
+            sequence.finish = "length"
+            return sequence.result()
+        heapq.heappush(self._waiting, (request.order, next(self._order), sequence))
+        self.on_work()
+        return await future
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        reached = 1
+        for start, end in request.spans:
+            if not reached <= start <= end <= len(request.tokens):
+                raise EngineError(
+                    f"{request.key}: span {start}:{end} lies outside {reached}:{len(request.tokens)} "
+                    "(spans come in order, and nothing stands before token 0)"
+                )
+            reached = end
+        reach = self.model.reach
+        if reach is not None and len(request.tokens) > reach.tokens:
+            raise EngineError(f"{request.key}: {len(request.tokens)} tokens are more than the model takes: {reach}")
+        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._scores, (tuple(request.key), next(self._order), request, future))
+        self.on_work()
+        return await future
+
+    def abort(self, id: str) -> None:
+        for sequence in (*self._active, *(entry[2] for entry in self._waiting)):
+            if sequence.request.id == id and sequence.finish is None:
+                sequence.finish = "abort"
+        waiting = [entry[2] for entry in self._waiting if entry[2].finish == "abort"]
+        self._waiting = [entry for entry in self._waiting if entry[2].finish != "abort"]
+        heapq.heapify(self._waiting)
+        for sequence in waiting:
+            _resolve(sequence.future, sequence.result())
+        self._retire()
+
+    async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
+        if source is not None:
+            parameters = dict(self.model.model.named_parameters())
+            with torch.no_grad():
+                for name, tensor in source:
+                    parameters[name].copy_(tensor)
+        self.version = version
+        self._prefixes.clear()
+        # What is under way goes on with the new weights: its keys and values are computed again when it is admitted.
+        for sequence in self._active:
+            heapq.heappush(self._waiting, (sequence.request.order, next(self._order), sequence))
+        self._active = []
+
+    # ── what the scheduler calls ─────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def generating(self) -> bool:
+        return bool(self._active or self._waiting)
+
+    @property
+    def writing(self) -> int:
+        """Generate requests that wait or are under way."""
+        return len(self._active) + len(self._waiting)
+
+    @property
+    def scoring(self) -> int:
+        """Score requests that wait."""
+        return len(self._scores)
+
+    @torch.no_grad()
+    def tick(self) -> None:
+        """Admit what fits and draw one token for every sequence under way."""
+        started = time.perf_counter()
+        try:
+            decoding = list(self._active)
+            self._admit()
+            if decoding:
+                self._decode(decoding)
+            self._retire()
+        except Exception as error:
+            self._fail(error)
+            raise
+        finally:
+            self.counts.generate_seconds += time.perf_counter() - started
+
+    @torch.no_grad()
+    def score_batch(self) -> None:
+        """Compute the score requests that come first, as one pack."""
+        batch: list[tuple[ScoreRequest, asyncio.Future[Scores]]] = []
+        size = 0
+        while self._scores and (not batch or size + len(self._scores[0][2].tokens) <= self.batch_tokens):
+            _, _, request, future = heapq.heappop(self._scores)
+            size += len(request.tokens)
+            batch.append((request, future))
+        if not batch:
+            return
+        started = time.perf_counter()
+        try:
+            results = self._score([request for request, _ in batch])
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(_because("scoring failed", error))
+            self._fail(error)
+            raise
+        finally:
+            self.counts.score_seconds += time.perf_counter() - started
+        for (_, future), scores in zip(batch, results, strict=True):
+            _resolve(future, scores)
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self) -> None:
+        """Move waiting sequences into free slots: one pack of prefill, and their first token."""
+        admitted: list[_Sequence] = []
+        while self._waiting and len(self._active) + len(admitted) < self.slots:
+            admitted.append(heapq.heappop(self._waiting)[2])
+        if not admitted:
+            return
+        first = len(self._active)
+        self._active.extend(admitted)
+        now = time.perf_counter()
+        for sequence in admitted:
+            sequence.times.setdefault("admitted", now)
+        # The last prompt token is always computed: its hidden state gives the first new token.
+        prompts = [sequence.so_far() for sequence in admitted]
+        cached = [self._prefixes.get(tuple(tokens[:-1].tolist())) for tokens in prompts]
+        packed = pack(prompts, cached)
+        hidden, plan = self.model.prefill(packed)
+        self.counts.prefill_tokens += len(packed.tokens)
+        self.counts.prefix_tokens_reused += sum(len(p) for p in prompts) - len(packed.tokens)
+        longest = max(len(s.request.tokens) + s.request.sampling.max_tokens for s in admitted)
+        capacity = min(-(-longest // CACHE_BLOCK) * CACHE_BLOCK, max(self.context, longest))
+        self._cache.reserve(plan.keys, plan.values, first + len(admitted), capacity)
+        fill_cache(plan, self._cache, range(first, first + len(admitted)), cached)
+        if self._waiting and self._prefixes.max_tokens:  # siblings of these prompts may still wait for a slot
+            for row, tokens in enumerate(prompts):
+                if cached[row] is None and len(tokens) > 1:
+                    self._prefixes.put(tuple(tokens[:-1].tolist()), plan.entry(row, len(tokens) - 1))
+        for sequence, tokens in zip(admitted, prompts, strict=True):
+            sequence.length = len(tokens)
+        self._draw(admitted, hidden[torch.stack([row[-1] for row in packed.rows]).to(hidden.device)])
+
+    def _decode(self, sequences: list[_Sequence]) -> None:
+        """One more token for sequences that were under way before this tick; they hold the first slots."""
+        tokens = torch.tensor([s.tokens[-1] for s in sequences], dtype=torch.int64)
+        positions = torch.tensor([s.length for s in sequences], dtype=torch.int64)
+        hidden = self.model.decode(tokens, positions, self._cache)
+        for sequence in sequences:
+            sequence.length += 1
+        self.counts.decode_ticks += 1
+        self.counts.decode_tokens += len(sequences)
+        self._draw(sequences, hidden)
+
+    def _draw(self, sequences: list[_Sequence], hidden: Tensor) -> None:
+        logits = self.model.head(hidden, self.vocabulary)
+        device = logits.device
+        samplings = [s.request.sampling for s in sequences]
+        settings = DrawSettings(
+            temperature=torch.tensor([s.temperature for s in samplings], device=device),
+            top_p=torch.tensor([s.top_p for s in samplings], device=device),
+            top_k=torch.tensor([s.top_k for s in samplings], device=device),
+            truncated=any(s.top_p < 1.0 or s.top_k > 0 for s in samplings),
+        )
+        uniform = torch.tensor([s.uniform[len(s.tokens)] for s in sequences], dtype=torch.float64, device=device)
+        drawn = draw(logits, uniform, settings, _banned(sequences, logits))
+        if wanted := min(max(s.top_ids for s in samplings), logits.shape[-1]):
+            for sequence, best in zip(sequences, logits.topk(wanted, dim=-1).indices.cpu(), strict=True):
+                if sequence.request.sampling.top_ids:
+                    sequence.top_ids.append(best[: sequence.request.sampling.top_ids].clone())
+        for sequence, token, logp, cut in zip(
+            sequences, drawn.ids.tolist(), drawn.logp.tolist(), drawn.mass_cut.tolist(), strict=True
+        ):
+            sequence.tokens.append(token)
+            sequence.logp.append(logp)
+            sequence.versions.append(self.version)
+            sequence.mass_cut += cut
+            sequence.finish = sequence.finish or self._finished(sequence)
+
+    def _finished(self, sequence: _Sequence) -> Finish | None:
+        sampling, tokens = sequence.request.sampling, sequence.tokens
+        if len(tokens) >= sampling.min_tokens:
+            if tokens[-1] in sampling.stop_ids:
+                return "stop"
+            if any(self._completes(tokens, stop) for stop in sampling.stop_strings):
+                return "stop"
+        return "length" if len(tokens) >= sampling.max_tokens else None
+
+    def _completes(self, tokens: list[int], stop: str) -> bool:
+        """Whether the last token completes the string (one that was complete before min_tokens does not count)."""
+        assert self.decode is not None
+        window = tokens[-(4 * len(stop) + 8) :]  # a character may be four tokens of one byte each
+        now = self.decode(window).count(stop)
+        return now > 0 and now > self.decode(window[:-1]).count(stop)
+
+    def _retire(self) -> None:
+        """Answer finished sequences and close the gaps in the cache."""
+        slot = 0
+        while slot < len(self._active):
+            sequence = self._active[slot]
+            if sequence.finish is None and not sequence.future.cancelled():
+                slot += 1
+                continue
+            last = self._active.pop()
+            if last is not sequence:
+                self._cache.move(len(self._active), slot)
+                self._active[slot] = last
+            _resolve(sequence.future, sequence.result())
+
+    def _fail(self, error: Exception) -> None:
+        """An error inside the model reaches everyone who waits, instead of leaving them to wait for ever."""
+        waiting = [*self._active, *(entry[2] for entry in self._waiting)]
+        self._active, self._waiting = [], []
+        for sequence in waiting:
+            if not sequence.future.done():
+                sequence.future.set_exception(_because("generation failed", error))
+        scores, self._scores = self._scores, []
+        for _, _, _, future in scores:
+            if not future.done():
+                future.set_exception(_because("scoring failed", error))
+
+    # ── scoring ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _score(self, requests: list[ScoreRequest]) -> list[Scores]:
+        prefixes = [tuple(r.tokens[: r.spans[0][0] - 1].tolist()) if r.spans else () for r in requests]
+        cached = [self._prefixes.get(prefix) if prefix else None for prefix in prefixes]
+        packed = pack([r.tokens for r in requests], cached)
+        hidden, plan = self.model.prefill(packed)
+        self.counts.score_batches += 1
+        self.counts.score_tokens += len(packed.tokens)
+        self.counts.prefix_tokens_reused += sum(len(r.tokens) for r in requests) - len(packed.tokens)
+        for row, prefix in enumerate(prefixes):
+            if prefix and cached[row] is None and self._prefixes.max_tokens:
+                self._prefixes.put(prefix, plan.entry(row, len(prefix)))
+        return [self._scores_of(r, hidden, row) for r, row in zip(requests, packed.rows, strict=True)]
+
+    def _scores_of(self, request: ScoreRequest, hidden: Tensor, row: Tensor) -> Scores:
+        """The state before position t judges the token at t."""
+        actions = torch.cat([torch.arange(a, b) for a, b in request.spans] or [torch.empty(0, dtype=torch.int64)])
+        states = hidden[row[actions - 1].to(hidden.device)]
+        want = request.want
+        logp, ids, top, given, outside = [], [], [], [], []
+        narrowed = self.vocabulary is not None and self.vocabulary < self.model.head.vocabulary
+        if want.sampled or want.top_k or want.given or narrowed:
+            taken = request.tokens[actions].to(hidden.device)
+            for at in range(0, len(states), self.logit_rows):
+                chunk = slice(at, at + self.logit_rows)
+                logits = self.model.head(states[chunk])
+                if narrowed:
+                    outside.append(logits.softmax(-1)[:, self.vocabulary :].sum(-1))
+                    logits = logits[:, : self.vocabulary]
+                distribution = log_probs(logits, self.temperature)
+                logp.append(distribution.gather(-1, taken[chunk, None]).squeeze(-1))
+                if want.top_k:
+                    best = distribution.topk(min(want.top_k, distribution.shape[-1]), dim=-1)
+                    ids.append(best.indices)
+                    top.append(best.values)
+                if want.given:
+                    assert request.ids is not None
+                    given.append(distribution.gather(-1, request.ids[chunk].to(hidden.device)))
+        empty = torch.empty(0, want.top_k)
+        return Scores(
+            logp=torch.cat(logp or [torch.empty(0)]).cpu() if want.sampled else None,
+            topk_ids=torch.cat(ids or [empty.long()]).cpu() if want.top_k else None,
+            topk_logp=torch.cat(top or [empty]).cpu() if want.top_k else None,
+            given_logp=torch.cat(given or [torch.empty(0, _width(request))]).cpu() if want.given else None,
+            hidden=states.float().cpu() if want.hidden else None,
+            mass_outside=torch.cat(outside or [torch.empty(0)]).cpu() if narrowed else None,
+        )
+
+
+def _width(request: ScoreRequest) -> int:
+    """Ids that the request names at each action."""
+    return request.ids.shape[-1] if request.ids is not None else 0
+
+
+def _banned(sequences: list[_Sequence], logits: Tensor) -> Tensor | None:
+    """Stop ids may not be drawn before min_tokens."""
+    early = [
+        (row, list(s.request.sampling.stop_ids))
+        for row, s in enumerate(sequences)
+        if len(s.tokens) < s.request.sampling.min_tokens and s.request.sampling.stop_ids
+    ]
+    if not early:
+        return None
+    banned = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ids in early:
+        banned[row, ids] = True
+    return banned
+
+
+def _resolve(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _because(what: str, error: Exception) -> EngineError:
+    failure = EngineError(f"{what}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,49 @@
+"""The optimizer and the learning rate at a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tutelage.config.schema import UpdateRule as Settings
+
+
+def build_optimizer(settings: Settings, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Weight decay on matrices only. AdamW is fused; SGD is plain."""
+    groups = [
+        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    _reserve(optimizer)
+    return optimizer
+
+
+def _reserve(optimizer: torch.optim.AdamW) -> None:
+    """Take the memory of gradients and moments now, pages and all: a run that does not fit fails before it starts, and
+    the first step is not slower than the others."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).zero_()
+            first, second = (torch.empty_like(parameter).zero_() for _ in range(2))
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+
+
+def learning_rate(settings: Settings, step: int, steps: int) -> float:
+    """Of update number `step` (from 1) out of `steps`: a function of the step alone, so a resumed run agrees."""
+    if step <= settings.warmup_steps:
+        return settings.lr * step / (settings.warmup_steps + 1)
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - settings.warmup_steps - 1) / max(steps - settings.warmup_steps, 1)
+    if settings.schedule == "linear":
+        return settings.lr * (1 - done)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,95 @@
+"""Text through a language model: rows packed into passes, logits a chunk at a time.
+
+Logits exist for `logit_tokens` actions at once: each chunk is differentiated down to its hidden states, and the hidden
+states' gradients then go through the model in one backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tutelage.data.trajectory import Batch
+from tutelage.learner.packing import micro_batches
+from tutelage.learner.update import Chunk, action_offsets
+from tutelage.losses.contract import ModelOut
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.packing import pack
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How the work is cut, and which distribution is meant."""
+
+    micro_batch_tokens: int
+    logit_tokens: int
+    temperature: float
+    """the rollout's, so that learner and sampler mean the same distribution"""
+    vocabulary: int
+    """ids that student and teachers share"""
+
+    def split(self, batch: Batch) -> list[list[int]]:
+        """Row numbers of each pass."""
+        return micro_batches(batch.columns["tokens"].lengths.tolist(), self.micro_batch_tokens)
+
+    def run(self, model: CausalLM, batch: Batch, part: list[int]) -> TextPass:
+        return TextPass(model, batch, part, self)
+
+    def neutral(self) -> Limits:
+        """As evaluation measures."""
+        return replace(self, temperature=1.0)
+
+
+class TextPass:
+    """The rows of one pass."""
+
+    def __init__(self, model: CausalLM, batch: Batch, rows: list[int], limits: Limits) -> None:
+        self.model, self.limits, self.part = model, limits, batch.select(rows)
+        self.hidden, self.lengths = _action_states(model, self.part)
+        """[actions, width]: states that chose the actions; int64 [rows]: the number of actions of each row"""
+        self._gradient = torch.empty_like(self.hidden)
+        first = int(action_offsets(batch)[rows[0]]) if rows else 0
+        self.positions = torch.arange(first, first + len(self.hidden))
+
+    def chunks(self) -> Iterator[Chunk]:
+        device, head = self.hidden.device, self._head
+        part, hidden = self.part, self.hidden.detach()
+        ids = part.columns["tokens"].values[part.columns["mask"].values]
+        columns = {name: c.values for name, c in part.columns.items() if name not in ("tokens", "mask")}
+        columns |= {name: values.repeat_interleave(self.lengths, dim=0) for name, values in part.rows.items()}
+        for start in range(0, len(ids), self.limits.logit_tokens):
+            at = slice(start, start + self.limits.logit_tokens)
+            states = hidden[at].requires_grad_(torch.is_grad_enabled())
+            out = ModelOut(states, ids[at].to(device), head, self.limits.temperature, self.model.values)
+            yield Chunk(out, {name: values[at].to(device) for name, values in columns.items()}, self._seen(states))
+            if states.grad is not None:
+                self._gradient[at] = states.grad
+
+    def backward(self) -> None:
+        self.hidden.backward(self._gradient)
+
+    @property
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: self.model.head(hidden, self.limits.vocabulary)
+
+    def _seen(self, hidden: Tensor) -> dict[str, Tensor]:
+        if self.model.value_head is not None or self.model.head.vocabulary <= self.limits.vocabulary:
+            return {}
+        return {"mass_outside": self.model.head.mass_outside(hidden.detach(), self.limits.vocabulary)}
+
+
+def _action_states(model: CausalLM, part: Batch) -> tuple[Tensor, Tensor]:
+    """Hidden states [actions, width] that chose the actions of these rows, and the number of actions of each row.
+
+    Without rows, one token that nobody chose goes through the model, so that its gradient is zero.
+    """
+    sequences = part.columns["tokens"].rows() or [torch.zeros(1, dtype=torch.int64)]
+    masks = part.columns["mask"].rows() or [torch.zeros(1, dtype=torch.bool)]
+    packed = pack(sequences)
+    hidden = model.forward_pack(packed)
+    before = [row[mask.nonzero().squeeze(-1) - 1] for row, mask in zip(packed.rows, masks, strict=True)]
+    lengths = torch.tensor([len(b) for b in before[: len(part)]], dtype=torch.int64)
+    return hidden[torch.cat(before).to(hidden.device)], lengths

@@ -1,0 +1,372 @@
+"""From a batch to new weights: the signal (old log-probs, values, advantages), then one update or several.
+
+What no loss needs is not computed: supervised distillation goes straight to its one update.
+
+Several ranks share a batch: each resolves its own rows and computes on them. Advantages compare rows with others, so
+what they are made of (a number per action or row, never a distribution) is exchanged between ranks first, and every
+rank computes the same signal as one process would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutelage.algorithms.contract import Algorithm, Episodes, Signal
+from tutelage.algorithms.policy import ReadLogp
+from tutelage.algorithms.ppo import ReadValues
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch, GroupKey, Key
+from tutelage.learner.masters import Rounded, round_weights
+from tutelage.learner.packing import deal, in_order
+from tutelage.learner.ranks import Ranks, alone
+from tutelage.learner.reference import ReferenceCheck
+from tutelage.learner.update import Cut, measure, update
+from tutelage.losses.contract import Loss
+from tutelage.queue.contract import BatchRef, SampleQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A model that learns: the student, or its critic."""
+
+    model: Any
+    """what the learner's cut knows how to run: CausalLM, FlowModel"""
+    optimizer: torch.optim.Optimizer
+    named: tuple[tuple[str, torch.nn.Parameter], ...]
+    """what the optimizer changes: float32 masters, which are the model's own weights where it computes in float32"""
+    average: dict[str, Tensor] = field(default_factory=dict)
+    """running mean of the weights, by name; nothing where nobody asked for one"""
+    decay: float = 0.0
+    """of the running mean"""
+    rounded: tuple[Rounded, ...] = ()
+    """weights that compute in a narrower dtype, with their masters"""
+
+    @property
+    def weights(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
+        """What computes, by name."""
+        narrow = {id(master): weight for master, weight in self.rounded}
+        return tuple((name, narrow.get(id(master), master)) for name, master in self.named)
+
+    def round_weights(self) -> None:
+        """Let the model compute with the masters as they are now; to be called whenever they have changed."""
+        round_weights(self.rounded)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for _, parameter in self.named]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """The running mean takes its share of the weights as they are now."""
+        for name, parameter in self.named if self.average else ():
+            self.average[name].lerp_(parameter, 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Weights and running mean change places; a second call changes them back."""
+        if not self.average:
+            return
+        for name, parameter in self.named:
+            kept = parameter.clone()
+            parameter.copy_(self.average[name])
+            self.average[name].copy_(kept)
+        self.round_weights()
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How often a batch is learned from, and in which parts."""
+
+    epochs: int = 1
+    minibatches: int = 1
+    seed: int = 0
+    """of the order in which episodes are spread over the parts"""
+    actor: bool = True
+    """False: only the critic learns"""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows of a batch that one rank holds, and what it knows of the others."""
+
+    keys: tuple[Key, ...]
+    """of the whole batch"""
+    actions: Tensor
+    """int64 [rows]: of the whole batch"""
+    mine: list[int]
+    """numbers of the rows that are here, ascending"""
+    ranks: Ranks = alone
+
+    @classmethod
+    def all_of(cls, batch: Batch) -> Share:
+        return cls(batch.keys, batch.columns["behaviour_logp"].lengths, list(range(len(batch))))
+
+    @classmethod
+    def dealt(cls, ref: BatchRef, ranks: Ranks) -> Share:
+        """Tokens are spread evenly. Every rank finds the same shares by itself, from the tags of the rows."""
+        tokens, actions = ([int(ref.tags[key][tag]) for key in ref.keys] for tag in ("tokens", "actions"))
+        mine = deal(tokens, ranks.count)[ranks.number]
+        return cls(ref.keys, torch.tensor(actions, dtype=torch.int64), mine, ranks)
+
+    def whole(self, batch: Batch) -> Batch:
+        """All rows with the columns that signals are made of: one number per action or row."""
+        if self.ranks.count == 1:
+            return batch
+        small = {name: c for name, c in batch.columns.items() if not c.trailing and name not in ("tokens", "mask")}
+        parts = self.ranks.all((self.mine, small, dict(batch.rows)))
+        order = torch.tensor([row for numbers, _, _ in parts for row in numbers], dtype=torch.int64).argsort()
+        rows = {name: torch.cat([values[name] for _, _, values in parts])[order] for name in batch.rows}
+        return Batch(self.keys, in_order([(numbers, columns) for numbers, columns, _ in parts]), rows)
+
+    def own(self, signal: Signal) -> Signal:
+        """The part of a signal over all rows that belongs here."""
+        if self.ranks.count == 1:
+            return signal
+        rows = {name: values[torch.tensor(self.mine, dtype=torch.int64)] for name, values in signal.rows.items()}
+        return Signal(rows, {name: column.select(self.mine) for name, column in signal.columns.items()}, signal.metrics)
+
+
+def prepare(
+    algorithm: Algorithm,
+    student: Trainable,
+    critic: Trainable | None,
+    batch: Batch,
+    cut: Cut,
+    share: Share | None = None,
+) -> tuple[Batch, dict[str, float]]:
+    """Add what the losses need and rollout could not give; it is held fixed during the updates."""
+    share = share or Share.all_of(batch)
+    if "old_logp" in algorithm.derives:
+        batch = _read(student, batch, ReadLogp(), cut, share.ranks).added_to(batch)
+    if "values" in algorithm.derives:
+        assert critic is not None
+        batch = _read(critic, batch, ReadValues(), cut, share.ranks).added_to(batch)
+    for reader in algorithm.reads:
+        batch = _read(student, batch, reader, cut, share.ranks).added_to(batch)
+    metrics: dict[str, float] = {}
+    if algorithm.over_rows is None and algorithm.over_columns is None:
+        return batch, metrics
+    whole = share.whole(batch)
+    if algorithm.over_rows is not None:
+        signal = algorithm.over_rows(whole.rows, Episodes.of(whole))
+        whole, batch = signal.added_to(whole), share.own(signal).added_to(batch)
+        metrics |= signal.metrics
+    if algorithm.over_columns is not None and whole.columns["behaviour_logp"].values.numel():
+        signal = algorithm.over_columns(whole)
+        batch = share.own(signal).added_to(batch)
+        metrics |= signal.metrics
+    return batch, metrics
+
+
+def _read(who: Trainable, batch: Batch, reader: Loss, cut: Cut, ranks: Ranks) -> Signal:
+    """The column that the reader is named after, and none of those that are measured beside it."""
+    found = measure(who.model, batch, [reader], cut, ranks)
+    return Signal(columns={name: column for name, column in found.items() if name == reader.name})
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step: who learns what from which rows."""
+
+    trainable: Trainable
+    losses: Sequence[Loss]
+    batch: Batch
+    rows: list[int]
+    """their numbers among the rows that are here"""
+    prefix: str = ""
+    """of its metrics' names"""
+    recorded: bool = False
+    """its per-action columns go into the record"""
+
+
+def updates(
+    algorithm: Algorithm,
+    student: Trainable,
+    critic: Trainable | None,
+    batch: Batch,
+    schedule: Schedule,
+    share: Share | None = None,
+) -> Iterator[Update]:
+    """All updates of one step, the critic's first. Mini-batches are cut from the rows of all ranks."""
+    share = share or Share.all_of(batch)
+    whole = Batch(share.keys, {}, {})
+    here = {row: number for number, row in enumerate(share.mine)}
+    learners = [] if critic is None else [(critic, algorithm.critic_losses, "critic_")]
+    if schedule.actor:
+        learners.append((student, algorithm.losses, ""))
+    for trainable, losses, prefix in learners:
+        for epoch in range(schedule.epochs):
+            for rows in minibatches(whole, schedule, epoch):
+                places = [place for place, row in enumerate(rows) if row in here]
+                mine = [here[rows[place]] for place in places]
+                part = batch if len(mine) == len(batch) else batch.select(mine)
+                if algorithm.aggregate is not None:
+                    weights = algorithm.aggregate(share.actions[torch.tensor(rows, dtype=torch.int64)])
+                    if len(places) < len(rows):
+                        weights = {name: column.select(places) for name, column in weights.items()}
+                    part = Signal(columns=weights).added_to(part)
+                yield Update(trainable, losses, part, mine, prefix, recorded=trainable is student and epoch == 0)
+
+
+@dataclass(slots=True)
+class Learned:
+    """What the updates of a step reported."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """of the whole step"""
+    found: list[dict[str, float]] = field(default_factory=list)
+    parts: list[tuple[list[int], dict[str, Ragged]]] = field(default_factory=list)
+
+    def add(self, work: Update, metrics: Mapping[str, float], columns: dict[str, Ragged]) -> None:
+        named = {name if name.startswith("value") else f"{work.prefix}{name}": value for name, value in metrics.items()}
+        self.found.append(named)
+        if work.recorded:
+            self.parts.append((work.rows, columns))
+
+    def summary(self) -> tuple[dict[str, float], dict[str, Ragged]]:
+        """Metrics of the step, and the per-action columns in the order of its batch."""
+        return {**self.metrics, **summary(self.found)}, in_order(self.parts) if self.parts else {}
+
+
+def minibatches(batch: Batch, schedule: Schedule, epoch: int) -> list[list[int]]:
+    """Row numbers of each update: episodes stay whole, and are dealt out in an order drawn anew for every epoch."""
+    if schedule.minibatches == 1:
+        return [list(range(len(batch)))]
+    of_row = Episodes.of(batch).of_row.tolist()
+    episodes = max(of_row, default=-1) + 1
+    generator = torch.Generator().manual_seed(schedule.seed * 1009 + epoch)
+    order = torch.randperm(episodes, generator=generator).tolist()
+    parts: list[list[int]] = []
+    for number in range(schedule.minibatches):
+        members = set(order[number :: schedule.minibatches])
+        parts.append([row for row, episode in enumerate(of_row) if episode in members])
+    return [part for part in parts if part]
+
+
+def summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several updates as one: means, and the extremes of extremes."""
+    result: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in found for name in metrics):
+        values = [metrics[name] for metrics in found if name in metrics]
+        if name.endswith("_min"):
+            result[name] = min(values)
+        else:
+            result[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return result
+
+
+async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
+    """Groups whose episodes all have the same reward: they teach nothing."""
+    batch = await queue.get(ref, ("reward",))
+    rewards: dict[GroupKey, set[float]] = {}
+    for row in Episodes.of(batch).reward_row.tolist():
+        rewards.setdefault(batch.keys[row].group, set()).add(float(batch.rows["reward"][row]))
+    return [group for group, seen in rewards.items() if len(seen) == 1]
+
+
+async def get_widened(queue: SampleQueue, ref: BatchRef, names: Sequence[str]) -> Batch:
+    """Like `queue.get`, where teachers have hidden states of different widths: those of narrower ones are filled up
+    with zeros, which their heads do not read."""
+    if "teacher_hidden" not in names or not ref.keys:
+        return await queue.get(ref, names)
+    batch = await queue.get(ref, [*(name for name in names if name != "teacher_hidden"), "teacher_index"])
+    index = batch.rows["teacher_index"].tolist()
+    parts = []
+    for teacher in sorted(set(index)):
+        rows = [row for row, number in enumerate(index) if number == teacher]
+        parts.append((rows, (await queue.get(ref.rows(rows), ("teacher_hidden",))).columns["teacher_hidden"]))
+    width = max(hidden.trailing[0] for _, hidden in parts)
+    widened = [(rows, {"teacher_hidden": hidden.map(lambda values: _widened(values, width))}) for rows, hidden in parts]
+    return replace(batch, columns={**batch.columns, **in_order(widened)})
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """Everything that learns, on one rank: resolves its rows of a batch where they are used."""
+
+    algorithm: Algorithm
+    student: Trainable
+    critic: Trainable | None
+    queue: SampleQueue
+    cut: Cut
+    clip_norm: float
+    measures: Loss
+    """what evaluation looks at"""
+    several_widths: bool = False
+    """teachers have hidden states of different widths"""
+    ranks: Ranks = alone
+    dtype: torch.dtype = torch.float32
+    """in which the student computes; what learns is kept in float32"""
+    reference: ReferenceCheck | None = None
+    """compares the first batch with the model's own forward pass"""
+
+    async def learn(
+        self, ref: BatchRef, rate: float, schedule: Schedule, shown: int
+    ) -> tuple[dict[str, float], dict[str, Ragged]]:
+        """All updates of a step: its metrics, and the per-action columns of those of its first `shown` rows that are
+        here. NonFiniteLoss on every rank if any finds one; the weights are then as they were before that update."""
+        share = Share.dealt(ref, self.ranks)
+        batch = await self._rows(ref, share)
+        self.student.set_rate(rate)
+        compared = self.reference(self.student.model, batch, self.ranks) if self.reference is not None else {}
+        batch, signalled = prepare(self.algorithm, self.student, self.critic, batch, self.cut, share)
+        learned = Learned({**signalled, **compared})
+        first = self.algorithm.at_first
+        for work in updates(self.algorithm, self.student, self.critic, batch, schedule, share):
+            who = work.trainable
+            metrics, columns = update(
+                who.model,
+                who.optimizer,
+                work.batch,
+                work.losses,
+                self.cut,
+                self.clip_norm,
+                who.parameters,
+                self.ranks,
+            )
+            who.round_weights()
+            who.follow()
+            if first is not None and columns:
+                learned.metrics |= first(work.batch, columns)
+                first = None
+            learned.add(work, metrics, columns)
+        metrics, columns = learned.summary()
+        kept = [number for number, row in enumerate(share.mine) if row < shown]
+        return metrics, {name: column.select(kept) for name, column in columns.items()}
+
+    async def _get(self, ref: BatchRef, names: Sequence[str]) -> Batch:
+        return await get_widened(self.queue, ref, names) if self.several_widths else await self.queue.get(ref, names)
+
+    async def _rows(self, ref: BatchRef, share: Share) -> Batch:
+        """This rank's rows, with what their groups share; that is stored with the first row of each group."""
+        batch = await self._get(ref.rows(share.mine), self.algorithm.needs)
+        if not self.algorithm.shares:
+            return batch
+        wanted, firsts = {key.group for key in batch.keys}, dict[GroupKey, int]()
+        for number, key in enumerate(ref.keys):
+            if key.group in wanted:
+                firsts.setdefault(key.group, number)
+        stored = await self.queue.get(ref.rows(list(firsts.values())), self.algorithm.shares)
+        shared = {
+            key.group: {name: c.row(i) for name, c in stored.columns.items()} for i, key in enumerate(stored.keys)
+        }
+        return replace(batch, shared=shared)
+
+    async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
+        """Per-action columns of the rows that are here, at temperature 1."""
+        share = Share.dealt(ref, self.ranks)
+        batch = await self._get(ref.rows(share.mine), columns)
+        return measure(self.student.model, batch, [self.measures], self.cut.neutral(), self.ranks)

@@ -1,0 +1,125 @@
+"""Losses of one denoising step, for each row: a sample at one of its trained steps.
+
+Means, velocities and targets are [rows, …]; log-probs, advantages, sigma and std [rows]. `std` is the standard
+deviation of the whole step (s√|dt| for sde), as `policy.flow.transition` gives it. Results are [rows].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tutelage.losses import policy_gradient
+from tutelage.losses.policy_gradient import Clipped
+from tutelage.policy import flow
+
+SMALLEST_ERROR = 1e-5
+"""Below this mean error the NFT loss stops dividing by it."""
+
+
+@dataclass(frozen=True)
+class FlowOut:
+    """What the student computes at some trained steps, each a row. Means and log-probs are made on demand."""
+
+    velocity: Tensor
+    """[rows, …], with gradient"""
+    latents: Tensor
+    targets: Tensor
+    """what the steps led to; of the forward process, noise minus data"""
+    sigma: Tensor
+    sigma_next: Tensor
+    kind: flow.Kind
+    noise_level: float
+    reference_velocity: Callable[[], Tensor]
+    """of the model before training, without gradient"""
+
+    @cached_property
+    def step(self) -> flow.Transition:
+        return self._transition(self.velocity)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.step.mean
+
+    @property
+    def std(self) -> Tensor:
+        return self.step.std
+
+    @cached_property
+    def logp(self) -> Tensor:
+        """[rows]: of the steps that were taken"""
+        return flow.log_prob(self.targets, self.mean, self.std)
+
+    @cached_property
+    def reference_mean(self) -> Tensor:
+        return self._transition(self.reference_velocity()).mean
+
+    def _transition(self, velocity: Tensor) -> flow.Transition:
+        return flow.transition(
+            self.latents, velocity, self.sigma, self.sigma_next, kind=self.kind, noise_level=self.noise_level
+        )
+
+
+def flow_grpo(log_ratio: Tensor, advantage: Tensor, clip: float) -> Clipped:
+    """max(−A·ρ, −A·clip(ρ, 1 ± clip)) with ρ = e^log_ratio.
+
+    The log-ratio is log p − log p_old, or `guarded_log_ratio` for GRPO-Guard. Log-probs are means over the dimensions
+    of the latents, so a fitting `clip` shrinks as latents grow: 1e-4 at 65,536 dimensions, 3e-3 at 64.
+    """
+    return policy_gradient.clipped(
+        log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip, clip_high=clip, dual=None
+    )
+
+
+def guarded_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+    """(log p − log p_old + b)·std with b = mean (μ − μ_old)²/2std²: the log-ratio of GRPO-Guard.
+
+    A sample of the old policy is x = μ_old + std·z, so log p − log p_old = −b + mean z(μ − μ_old)/std: below 0 on
+    average, and wider at steps of little noise, where the clip then bites on one side only. What is left here is
+    mean z(μ − μ_old), centred and alike at all steps.
+    """
+    return (log_prob - old_log_prob + step_kl(mean, old_mean, std)) * std
+
+
+def step_kl(mean: Tensor, target_mean: Tensor, std: Tensor) -> Tensor:
+    """mean (μ − μ_target)²/2std²: KL between two steps of the same noise, averaged over the dimensions.
+
+    With a reference's mean it holds the student back, with a teacher's it distils step by step; 0 where they agree.
+    """
+    return _mean((mean - target_mean) ** 2) / (2 * std**2)
+
+
+def optimality(advantage: Tensor, limit: float) -> Tensor:
+    """The weight r = ½ + ½·clip(A/limit, ±1) of `diffusion_nft`: 1 for the best samples, 0 for the worst."""
+    return 0.5 + 0.5 * (advantage / limit).clamp(-1, 1)
+
+
+def diffusion_nft(
+    velocity: Tensor, old_velocity: Tensor, target: Tensor, sigma: Tensor, weight: Tensor, beta: float
+) -> Tensor:
+    """DiffusionNFT: flow matching on the policy's own samples, towards the good ones and away from the bad ones.
+
+        (r·d(v⁺) + (1 − r)·d(v⁻))/β,   v⁺ = (1 − β)v_old + βv,   v⁻ = (1 + β)v_old − βv
+
+    with r the `weight` in [0, 1], `target` = noise − data at x_σ = (1 − σ)·data + σ·noise, where noise is fresh, and d
+    the squared error of the data that a velocity implies, x̂ = x_σ − σv, over its own mean absolute error without
+    gradient: d(v) = mean (x̂ − data)²/mean |x̂ − data|. Dividing by β keeps the gradient's size when β changes.
+    """
+    toward = (1 - beta) * old_velocity + beta * velocity
+    away = (1 + beta) * old_velocity - beta * velocity
+    return (weight * _data_error(toward, target, sigma) + (1 - weight) * _data_error(away, target, sigma)) / beta
+
+
+def _data_error(velocity: Tensor, target: Tensor, sigma: Tensor) -> Tensor:
+    """x̂ − data = −σ(v − target), so the data themselves are not needed."""
+    error = velocity - target
+    size = (sigma * _mean(error.detach().abs())).clamp_min(SMALLEST_ERROR)
+    return sigma**2 * _mean(error**2) / size
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.flatten(1).mean(dim=1)

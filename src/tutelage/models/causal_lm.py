@@ -1,0 +1,221 @@
+"""A causal language model as engines and learner use it: packs in, hidden states out, and the output head beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tutelage.models.attention import NAME, DecodePlan, KeyValueCache, PackPlan, UnsupportedAttention
+from tutelage.models.lean import LeanLinear, make_lean
+from tutelage.models.llama_decode import LlamaDecoder, llama_decoder
+from tutelage.models.packing import Pack, PrefixEntry, Sight, pack
+from tutelage.models.sight import Reach, reach_of, sights_of
+from tutelage.policy.text import wide
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """From hidden states to logits: the part of a model that a full-distribution payload refers to."""
+
+    linear: nn.Linear
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __call__(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
+        """[…, width] → float32 [… , vocabulary]; `vocabulary` cuts ids off the end (padding of the head)."""
+        logits: Tensor = self.linear(hidden.to(self.linear.weight.dtype))
+        logits = wide(logits)
+        if vocabulary is not None and vocabulary < logits.shape[-1]:
+            logits = logits[..., :vocabulary]
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    @torch.no_grad()
+    def mass_outside(self, hidden: Tensor, vocabulary: int) -> Tensor:
+        """[…]: probability, at temperature 1, of the ids that `vocabulary` cuts off."""
+        return self(hidden).softmax(-1)[..., vocabulary:].sum(-1)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.linear.weight.shape[0]
+
+
+class CausalLM:
+    """Wraps a `transformers` causal language model (with or without adapters) loaded with attention "tutelage".
+
+    It computes where its weights are. Packs, tokens and positions may come from the CPU; hidden states stay there.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.backbone: nn.Module = model.base_model
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UnsupportedAttention(f"{type(model).__name__} has no linear output head")
+        self.head = head_of(model, head)
+        self.width = head.in_features
+        self.value_head: nn.Linear | None = None
+        """a critic has one"""
+        self.reach: Reach | None = reach_of(model.config)
+        """the longest sequence that it takes"""
+        self._decoder: LlamaDecoder | None = None
+        self._sights: dict[int, Sight] = {}
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        """modules that compute in another way than the model's own, with the classes that they had"""
+        self._adopt()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.head.linear.weight.device
+
+    def add_value_head(self) -> None:
+        """Make a critic of it: from now on it predicts returns, at first 0 everywhere."""
+        self.value_head = LeanLinear(self.width, 1, dtype=self.model.dtype, device=self.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """[n, width] → [n], float32 at least: predicted returns."""
+        if self.value_head is None:
+            raise ValueError("this model has no value head: values are the critic's")
+        values: Tensor = self.value_head(hidden)
+        return wide(values.squeeze(-1))
+
+    def forward_pack(self, packed: Pack) -> Tensor:
+        """Final hidden states [n, width] of a pack."""
+        return self._pass(packed, capture=False)[0]
+
+    @torch.no_grad()
+    def prefill(self, packed: Pack) -> tuple[Tensor, PackPlan]:
+        """Final hidden states of a pack, and a plan that holds its keys and values by layer."""
+        return self._pass(packed, capture=True)
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
+        """Final hidden states [active, width] of one more token in each active slot."""
+        longest = int(positions.max()) + 1
+        self._require_reach(longest)
+        tokens, positions = tokens.to(self.device), positions.to(self.device)
+        if self._decoder is not None:
+            return self._decoder(tokens, positions, longest, cache)
+        plan = DecodePlan(cache, positions, longest, self._sights)
+        return self._run(tokens[:, None], positions[:, None], plan)[:, 0]
+
+    @torch.no_grad()
+    def own_states(self, tokens: Tensor) -> Tensor:
+        """Final hidden states [n, width] of one sequence as the model computes it by itself: its own modules, eager
+        attention, no pack. What packs are compared with."""
+        self._require_reach(len(tokens))
+        with self._as_itself():
+            out = self.backbone(input_ids=tokens[None].to(self.device), use_cache=False)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _pass(self, packed: Pack, *, capture: bool) -> tuple[Tensor, PackPlan]:
+        self._require_reach(max((s.position + s.end - s.start for s in packed.segments), default=0))
+        packed = packed.to(self.device)
+        plan = PackPlan(packed, self._sights, capture)
+        return self._run(packed.tokens[None], packed.positions[None], plan)[0], plan
+
+    def _run(self, tokens: Tensor, positions: Tensor, plan: PackPlan | DecodePlan) -> Tensor:
+        out = self.backbone(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def _require_reach(self, length: int) -> None:
+        if self.reach is not None and length > self.reach.tokens:
+            raise UnsupportedAttention(
+                f"a sequence of {length} tokens is too long for {type(self.model).__name__}: {self.reach}"
+            )
+
+    @contextmanager
+    def _as_itself(self) -> Iterator[None]:
+        lean = [(module, type(module)) for module, _ in self._classes]
+        self.model.set_attn_implementation("eager")
+        try:
+            for module, before in self._classes:
+                module.__class__ = before
+            yield
+        finally:
+            for module, now in lean:
+                module.__class__ = now
+            self.model.set_attn_implementation(NAME)
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Let the model compute on packs, and refuse one that then computes something else than before."""
+        name = type(self.model).__name__
+        if self.model.config._attn_implementation != NAME:
+            raise ValueError(f"load the model with attention {NAME!r}, not {self.model.config._attn_implementation!r}")
+        generator = torch.Generator().manual_seed(0)
+        length = min(6, self.reach.tokens) if self.reach is not None else 6
+        sequences = [torch.randint(0, self.head.vocabulary, (length,), generator=generator) for _ in range(2)]
+        sequences[1][: length - 2] = sequences[0][: length - 2]
+        try:
+            with self._as_itself():
+                ids = sequences[1][None].to(self.device)
+                expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            self._sights = sights_of(self.model, sequences[1].to(self.device))
+            self._classes = make_lean(self.model)
+            hidden, plan = self.prefill(pack(sequences, shortest_prefix=2))
+        except UnsupportedAttention:
+            raise
+        except Exception as error:
+            raise UnsupportedAttention(f"{name} cannot be computed on packs: {_said(error)}") from error
+        tolerance = 1e-4 if self.model.dtype == torch.float32 else 5e-2
+        gap = relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)
+        if bool(torch.isfinite(expected).all()) and not gap <= tolerance:  # NaN is not
+            raise UnsupportedAttention(
+                f"{name} computes something else on packs than on its own (relative gap {gap:.2g}): "
+                "this architecture is not supported"
+            )
+        decoder = llama_decoder(self.backbone) if set(self._sights.values()) <= {None} else None
+        if decoder is not None:
+            cache = KeyValueCache()
+            cache.reserve(plan.keys, plan.values, 2, 8)
+            fill_cache(plan, cache, [0, 1], [None, None])
+            last = torch.stack([sequence[-1] for sequence in sequences]).to(self.device)
+            again = decoder(last, torch.full((2,), length - 1, device=self.device), length, cache)
+            close = relative_gap(again, hidden[torch.stack([row[-1] for row in plan.pack.rows])]) <= tolerance
+            self._decoder = decoder if close else None
+
+
+def _said(error: Exception) -> str:
+    """An error's own words, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def relative_gap(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return float((actual - expected).abs().max()) / (float(expected.abs().max()) + 1e-6)
+
+
+def fill_cache(
+    plan: PackPlan, cache: KeyValueCache, slots: Sequence[int], cached: Sequence[PrefixEntry | None]
+) -> None:
+    """Copy the keys and values of a prefilled pack into the decode slots of its sequences."""
+    for layer, (keys, values) in enumerate(zip(plan.keys, plan.values, strict=True)):
+        for slot, row, entry in zip(slots, plan.pack.rows, cached, strict=True):
+            start = entry.length if entry is not None else 0
+            if entry is not None:
+                cache.keys[layer][slot, :, :start] = entry.keys[layer]
+                cache.values[layer][slot, :, :start] = entry.values[layer]
+            cache.keys[layer][slot, :, start : len(row)] = keys[0][:, row[start:]]
+            cache.values[layer][slot, :, start : len(row)] = values[0][:, row[start:]]
+
+
+def head_of(model: PreTrainedModel, linear: nn.Linear) -> OutputHead:
+    """Some architectures cap or scale their logits; the check at loading notices any that this does not know."""
+    settings = model.config.get_text_config().to_dict()
+    scale = settings.get("logit_scale") or 1.0
+    divisor = settings.get("logits_scaling") or 1.0
+    return OutputHead(linear, settings.get("final_logit_softcapping"), scale / divisor)

@@ -1,0 +1,85 @@
+"""From a diffusers directory to an adapter: model_index.json names the pipeline, the pipeline names the adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline
+from diffusers.utils import logging as diffusers_logging
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from tutelage.models.flow.base import PipelineModel
+from tutelage.models.flow.flux import Flux
+from tutelage.models.flow.qwen_image import QwenImage
+from tutelage.models.flow.sd3 import StableDiffusion3
+from tutelage.models.flow.wan import Wan
+from tutelage.models.sources import ModelError
+
+_ADAPTERS: dict[str, tuple[Any, type[PipelineModel]]] = {
+    "StableDiffusion3Pipeline": (StableDiffusion3Pipeline, StableDiffusion3),
+    "QwenImagePipeline": (QwenImagePipeline, QwenImage),
+    "FluxPipeline": (FluxPipeline, Flux),
+    "WanPipeline": (WanPipeline, Wan),
+}
+
+
+def load_flow_model(
+    directory: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> PipelineModel:
+    """Load a pipeline with all its parts, from safetensors only; its transformer learns, the rest is frozen."""
+    pipeline, adapter = _ADAPTERS[_pipeline_class(directory)]
+    with _no_progress_bars():
+        try:
+            pipe = pipeline.from_pretrained(
+                str(directory), dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, TypeError) as error:
+            raise ModelError(f"{directory} does not load as a {pipeline.__name__}: {error}") from error
+    return adapter(pipe.to(device))
+
+
+def float32_transformer(directory: Path, model: PipelineModel) -> dict[str, Tensor]:
+    """The transformer's weights by name as its files have them, in float32, for masters of a model that computes in a
+    narrower dtype; nothing if it is float32 itself."""
+    if model.dtype == torch.float32:
+        return {}
+    with _no_progress_bars():
+        whole = type(model.transformer).from_pretrained(
+            str(directory / "transformer"), dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+    return {name: parameter.detach() for name, parameter in whole.named_parameters()}
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """One bar for each part of the pipeline would fill the screen."""
+    shown = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
+    for log in shown:
+        log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for log in shown:
+            log.enable_progress_bar()
+
+
+def _pipeline_class(directory: Path) -> str:
+    file = directory / "model_index.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{directory} has no model_index.json: a diffusion model is a directory written by diffusers' "
+            "save_pretrained, with one subdirectory for each part"
+        )
+    try:
+        name = json.loads(file.read_text())["_class_name"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} does not name a pipeline under _class_name: {error!r}") from error
+    if name not in _ADAPTERS:
+        raise ModelError(f"{file}: there is no adapter for {name!r}; there are adapters for {', '.join(_ADAPTERS)}")
+    return str(name)

@@ -1,0 +1,23 @@
+"""Where the directory of a diffusion pipeline, or of a judge of pictures, comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tutelage.models.sources import ModelError, Progress
+
+
+def pipeline_directory(path: str, report: Progress) -> Path:
+    """A directory as it is, or what `toy:digits`, `toy:shapes` and their relatives stand for, made once per machine."""
+    if path.startswith("toy:shape"):
+        from tutelage.models.shapes import from_toy as shapes
+
+        return shapes(path, report)
+    if path.startswith("toy:"):
+        from tutelage.models.digits import from_toy as digits
+
+        return digits(path, report)
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise ModelError(f"model directory {path} does not exist (looked for {directory.absolute()})")
+    return directory

@@ -1,0 +1,43 @@
+"""The decoder layers of a model: which they are, and how to compute them again on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.sources import ModelError
+
+
+def decoder_layers(model: CausalLM) -> nn.ModuleList:
+    """All of them, in order."""
+    depth = model.model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if len(lists) != 1:
+        raise ModelError(
+            f"{type(model.model).__name__} should have one list of {depth} decoder layers, found {len(lists)}: the "
+            "learner can neither share it among ranks nor apply learner.activation_checkpointing"
+        )
+    return lists[0]
+
+
+def recompute(model: CausalLM) -> None:
+    """Keep only the input of each decoder layer, and compute the rest again on the way back: less memory, more time,
+    the same gradients. Passes without a gradient are as they were."""
+    for layer in decoder_layers(model):
+        layer.forward = _computed_again(layer.forward)
+
+
+def _computed_again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def again(*args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **options)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return again

@@ -1,0 +1,385 @@
+"""From a directory to a causal language model in memory, and back.
+
+A model is loaded deterministic (no dropout, evaluation mode) and complete (every weight from the file). Layers can be
+cut out and a LoRA adapter put on; what `save_hf` writes gives the same logits when it is loaded again.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Embedding as LoraEmbedding
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
+
+from tutelage.config.schema import Lora, Model, Student
+from tutelage.models.attention import NAME
+from tutelage.models.dtype import choose_dtype
+from tutelage.models.sources import ModelError, Progress, resolve, whole_directory
+from tutelage.models.weights import narrow
+
+_PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Config keys that hold one value per decoder layer."""
+
+
+class SavesItself(Protocol):
+    """A tokenizer, as far as saving goes."""
+
+    def save_pretrained(self, directory: Path, /) -> Any: ...
+
+
+def load_causal_lm(
+    settings: Model,
+    *,
+    device: str = "cpu",
+    attention: str = "sdpa",
+    progress: Progress | None = None,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Load a model as its settings ask, in evaluation mode. `attention` is transformers' attn_implementation.
+
+    `dtype` is in place of the one that the settings choose on this device. `progress` is told what was decided on the
+    way: dtype, dropout switched off, layers cut.
+    """
+    report = progress or (lambda line: None)
+    directory = resolve(settings.path, progress)
+    if dtype is None:
+        dtype, reason = choose_dtype(settings.dtype, device)
+        report(f"{settings.path}: {reason}")
+    config = load_config(directory)
+    for note in _without_dropout(config):
+        report(f"{settings.path}: {note}")
+    model = _load_weights(directory, config, dtype, attention)
+    if isinstance(settings, Student) and settings.drop_layers:
+        cut_layers(model, settings.drop_layers)
+        report(f"{settings.path}: cut decoder layers {', '.join(map(str, sorted(settings.drop_layers)))}")
+    nn.Module.to(model, torch.device(device))
+    model.eval()
+    return model
+
+
+def float32_weights(settings: Model, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights by name as the model's files have them, in float32; nothing if widening the model's own gives the same.
+
+    For masters of a model that was loaded in a narrower dtype: what its files have beyond that is not lost.
+    """
+    if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        return {}
+    if _stored_dtypes(resolve(settings.path)) <= {"BF16"}:
+        return {}
+    whole = load_causal_lm(settings, device=str(model.device), dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in whole.named_parameters()}
+
+
+def _stored_dtypes(directory: Path) -> set[str]:
+    """Of the tensors in a model's safetensors files, as their headers say."""
+    found: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  (not a dict)
+    return found
+
+
+def cut_layers(model: PreTrainedModel, indices: Sequence[int]) -> None:
+    """Take decoder layers (counted from 0) out of the model, and out of its config, so that saving keeps it so."""
+    config = model.config.get_text_config()
+    depth: int = config.num_hidden_layers
+    _check_indices(indices, depth)
+    layers = _decoder_layers(model, depth)
+    kept = [i for i in range(depth) if i not in indices]
+    remaining = [layers[i] for i in kept]
+    del layers[len(kept) :]
+    for position, layer in enumerate(remaining):
+        layers[position] = layer
+        for module in layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = position
+    per_layer = {key: values for key, values in config.to_dict().items() if key in _PER_LAYER_KEYS and values}
+    config.update({key: [values[i] for i in kept] for key, values in per_layer.items()})
+    config.num_hidden_layers = len(kept)
+    _check_rebuildable(model)
+
+
+def apply_lora(model: PreTrainedModel, settings: Lora, seed: int) -> PeftModel:
+    """Put a LoRA adapter on the model (in place), its first values drawn from `seed` alone.
+
+    All other weights are frozen. The adapter is float32 whatever the model's dtype is (`narrow_adapter` changes that).
+    The global random state is left as it was.
+    """
+    _check_targets(model, settings.targets)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        target_modules=list(settings.targets) or "all-linear",
+        lora_dropout=0.0,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM",
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:
+            raise ModelError(f"student.lora: {error}") from error
+    if not isinstance(adapted, PeftModel):
+        raise TypeError(f"peft gave a {type(adapted).__name__}")
+    adapted.eval()
+    return adapted
+
+
+def narrow_adapter(model: PreTrainedModel) -> None:
+    """Let a LoRA adapter compute in the dtype of the model around it."""
+    narrow(model, model.get_output_embeddings().weight.dtype)
+
+
+def check_head_is_plain(model: PreTrainedModel, settings: Lora) -> None:
+    """Engines, losses and teachers' payloads use the output head without the rest of the model: no adapter on it."""
+    for name, module in model.named_modules():
+        named = [target for target in settings.targets if name == target or name.endswith(f".{target}")]
+        if named and module is model.get_output_embeddings():
+            raise ModelError(
+                f"student.lora.targets: {named[0]} is the output head of {type(model).__name__}, which cannot carry an "
+                "adapter here: leave it out"
+            )
+
+
+def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Path, keep_adapter: bool = False) -> None:
+    """Write a Hugging Face directory, whole or not at all; the model in memory stays as it is.
+
+    A LoRA adapter is merged into the weights, or kept apart (`keep_adapter`): then the directory holds the adapter,
+    and below it `base/`, if the path the base was loaded from does not give the same model (layers were cut).
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ModelError(f"{out} already exists and is not an empty directory: choose another place or remove it")
+    if keep_adapter and not isinstance(model, PeftModel):
+        raise ModelError("there is no adapter to keep: the model was trained without student.lora")
+    with _no_progress_bar(), whole_directory(out) as directory:
+        if not isinstance(model, PeftModel):
+            model.save_pretrained(directory)
+        elif keep_adapter:
+            _save_adapter(model, tokenizer, directory, out)
+        else:
+            _plain_copy(model, merged=True).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def read_config(settings: Model) -> PretrainedConfig:
+    """Of a model that is to be computed on packs; refuses one whose attention cannot be."""
+    directory = resolve(settings.path)
+    config = load_config(directory)
+    _check_interface(directory, config)
+    return config
+
+
+def load_config(directory: Path) -> PretrainedConfig:
+    """config.json of a model that transformers itself has the code of; code in the directory is never run."""
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{directory / 'config.json'} describes no model that transformers knows: {error}") from error
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+def _without_dropout(config: PretrainedConfig) -> Iterator[str]:
+    """Set everything random in the forward pass to 0: sampler and learner must compute the same probabilities.
+
+    Not `router_jitter_noise`: in evaluation mode nothing is random about it, and phimoe chooses its experts by it.
+    """
+    text = config.get_text_config()
+    for key, value in text.to_dict().items():
+        random = any(word in key for word in ("dropout", "pdrop", "layerdrop"))
+        if random and isinstance(value, float) and value > 0:
+            text.update({key: 0.0})
+            yield f"{key} set from {value} to 0"
+
+
+def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+    options |= {"config": config, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
+    if attention == NAME:
+        _check_interface(directory, config)
+    try:
+        with _no_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, **options)
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        SafetensorError,
+    ) as error:
+        raise ModelError(f"{directory} cannot be loaded as a causal language model: {error}") from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights in {directory} lack {len(missing)} tensors that config.json asks for, e.g. {missing[0]}: "
+            "they would start at random; config and weights do not belong together"
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _check_interface(directory: Path, config: PretrainedConfig) -> None:
+    """Our attention takes part only where the architecture asks transformers for its attention function."""
+    known: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in known:
+        raise ModelError(
+            f"{directory / 'config.json'}: transformers has no causal language model of model_type "
+            f"{config.model_type!r}: this architecture is not supported, choose another model"
+        )
+    architecture = known[type(config)]
+    if not architecture._can_set_attn_implementation():
+        raise ModelError(
+            f"{directory / 'config.json'}: {architecture.__name__} (model_type {config.model_type!r}) computes "
+            "attention by itself, not through transformers' attention interface, so packs cannot be computed: this "
+            "architecture is not supported, choose another model"
+        )
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A bar of transformers' own would tear the display of the run."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _check_indices(indices: Sequence[int], depth: int) -> None:
+    problems = [f"{i} is out of range" for i in indices if not 0 <= i < depth]
+    problems += [f"{i} is there {indices.count(i)} times" for i in sorted(set(indices)) if indices.count(i) > 1]
+    if not problems and len(indices) >= depth:
+        problems.append("no layer would be left")
+    if problems:
+        raise ModelError(f"drop_layers: {'; '.join(problems)} (the model has decoder layers 0 to {depth - 1})")
+
+
+def _decoder_layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
+    lists = [
+        (name, module)
+        for name, module in model.base_model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if len(lists) != 1:
+        found = ", ".join(name for name, _ in lists) or "none"
+        raise ModelError(
+            f"drop_layers: {type(model).__name__} should have one list of {depth} decoder layers, found: {found}"
+        )
+    return lists[0][1]
+
+
+def _check_rebuildable(model: PreTrainedModel) -> None:
+    """Some architectures derive a layer's kind from its index: a cut model would come back different from its file."""
+    with torch.device("meta"):
+        fresh = type(model)(copy.deepcopy(model.config))
+    expected = {name: _settings_of(module) for name, module in fresh.named_modules()}
+    for name, module in model.named_modules():
+        settings = _settings_of(module)
+        if settings != expected.get(name):
+            changed = dict(set(settings.items()) ^ set(expected.get(name, {}).items()))
+            raise ModelError(
+                f"drop_layers: {type(model).__name__} cannot be rebuilt from its config without these layers "
+                f"({name} differs in {', '.join(sorted(changed)) or 'existence'})"
+            )
+
+
+def _settings_of(module: nn.Module) -> dict[str, object]:
+    """The plain values and parameter shapes that define what a module computes (names with _ are bookkeeping)."""
+    values = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
+    plain = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
+    shapes = {key: tuple(tensor.shape) for key, tensor in module.named_parameters(recurse=False)}
+    return {"class": type(module).__qualname__, **plain, **shapes}
+
+
+def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    names = dict(model.named_modules())
+    unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unknown:
+        linear = sorted({n.rsplit(".", 1)[-1] for n, m in names.items() if isinstance(m, nn.Linear | Conv1D)})
+        raise ModelError(
+            f"student.lora.targets: no module is called {', '.join(unknown)}; linear layers here: {', '.join(linear)}"
+        )
+    tied = model.config.get_text_config().tie_word_embeddings
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for target in targets:
+        hit = [m for name, m in names.items() if name == target or name.endswith(f".{target}")]
+        if tied and any(module is end for module in hit for end in ends):
+            raise ModelError(
+                f"student.lora.targets: {target} shares its weights with the other end of the model (tied embeddings), "
+                "so an adapter on one end could not be merged: leave it out"
+            )
+
+
+def _plain_copy(model: PeftModel, *, merged: bool) -> PreTrainedModel:
+    """The base model without peft's wrappers, its adapted weights merged or as they were. Shares unchanged tensors."""
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    state = _plain_state(base, merged=merged)
+    with torch.device("meta"):
+        plain = type(base)(copy.deepcopy(base.config))
+    plain.load_state_dict(state, assign=True)
+    plain.tie_weights()
+    plain.generation_config = copy.deepcopy(base.generation_config)
+    return plain
+
+
+@torch.no_grad()
+def _plain_state(base: PreTrainedModel, *, merged: bool) -> dict[str, Tensor]:
+    state = {
+        name.replace(".base_layer.", "."): tensor.detach()
+        for name, tensor in base.state_dict().items()
+        if ".lora_" not in name
+    }
+    if not merged:
+        return state
+    for name, module in base.named_modules():
+        if isinstance(module, LoraLinear | LoraEmbedding):
+            for adapter in module.active_adapters:
+                weight = state[f"{name}.weight"]
+                state[f"{name}.weight"] = (weight.float() + module.get_delta_weight(adapter).float()).to(weight.dtype)
+    return state
+
+
+def _save_adapter(model: PeftModel, tokenizer: SavesItself, directory: Path, out: Path) -> None:
+    """The adapter, and its base beside it where the base's own path would give another model."""
+    model.save_pretrained(str(directory), save_embedding_layers=False)
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    if _comes_back(base):
+        return
+    _plain_copy(model, merged=False).save_pretrained(directory / "base")
+    tokenizer.save_pretrained(directory / "base")
+    file = directory / "adapter_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = str(out.absolute() / "base")
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _comes_back(base: PreTrainedModel) -> bool:
+    """Whether the path that the model was loaded from holds a model of the same depth."""
+    path = base.config.name_or_path
+    if not path or not Path(path).is_dir():
+        return False
+    depth = load_config(Path(path)).get_text_config().num_hidden_layers
+    return bool(depth == base.config.get_text_config().num_hidden_layers)

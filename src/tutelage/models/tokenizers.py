@@ -1,0 +1,233 @@
+"""Text to token ids and back, by one thread at a time; and whether two models speak of the same tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tutelage.data.trajectory import Message
+from tutelage.models.sources import ModelError, Progress, resolve
+
+_UNFINISHED = "\ufffd"
+"""What a decoder puts in place of the bytes of a character that is not complete yet."""
+
+
+def load_tokenizer(path: str | Path, progress: Progress | None = None) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a model, named as `resolve` names models. Nothing else may use it while a thread does."""
+    directory = resolve(str(path), progress)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ModelError(f"{directory} has no tokenizer that transformers can load: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(
+            f"the tokenizer of {directory} ({type(tokenizer).__name__}) has no fast version (tokenizer.json)"
+        )
+    if not len(tokenizer):
+        raise ModelError(f"the tokenizer of {directory} is empty: are its files (tokenizer.json, …) missing?")
+    return tokenizer
+
+
+class SafeTokenizer:
+    """A fast tokenizer behind a lock: two threads inside one at once is "RuntimeError: Already borrowed"."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, extra_eos_ids: Sequence[int] = ()) -> None:
+        self._tokenizer: Any = tokenizer
+        self._lock = Lock()
+        own: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *extra_eos_ids]))
+        """ids that end an answer: the tokenizer's own first, then those of generation_config.json"""
+        self.vocabulary: dict[str, int] = tokenizer.get_vocab()
+        """id of each token, added ones included"""
+        self.vocab_size: int = max(self.vocabulary.values()) + 1
+        """ids from 0 up to the last that has a token; an output head may be longer (padding)"""
+        template: Any = tokenizer.chat_template
+        self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
+
+    @classmethod
+    def load(cls, path: str | Path, progress: Progress | None = None) -> SafeTokenizer:
+        """The tokenizer of a model together with the end-of-turn ids of its generation config."""
+        directory = resolve(str(path), progress)
+        return cls(load_tokenizer(directory), _generation_eos(directory))
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation, through the chat template."""
+        options = {"tokenize": True, "return_dict": False, "add_generation_prompt": add_generation_prompt}
+        return list(self._template(messages, options))
+
+    def _templated(self, messages: Sequence[Message]) -> str:
+        """The text that `render` tokenises."""
+        return str(self._template(messages, {"tokenize": False, "add_generation_prompt": True}))
+
+    def _template(self, messages: Sequence[Message], options: dict[str, bool]) -> Any:
+        if self.chat_template is None:
+            raise ModelError("the tokenizer has no chat template: set data.template: none to use prompts as plain text")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            with self._lock:
+                return self._tokenizer.apply_chat_template(turns, **options)
+        except (TemplateError, ValueError) as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ModelError(f"the chat template refuses a conversation with roles [{roles}]: {error}") from error
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of plain text. `special` lets the tokenizer add what starts a text (a BOS token, if it has one)."""
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def lengths(self, prompts: Sequence[str | Sequence[Message]]) -> list[int]:
+        """How many ids `encode` gives for each text and `render` for each conversation: all in one call, which is
+        faster than one by one and uses all cores."""
+        texts = [prompt if isinstance(prompt, str) else self._templated(prompt) for prompt in prompts]
+        counts = [0] * len(texts)
+        for special in (True, False):  # a template writes special tokens itself
+            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
+            if places:
+                batch, options = [texts[place] for place in places], {"return_attention_mask": False}
+                with self._lock:
+                    ids = self._tokenizer(batch, add_special_tokens=special, **options)["input_ids"]
+                for place, row in zip(places, ids, strict=True):
+                    counts[place] = len(row)
+        return counts
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of these ids; special tokens are shown unless they are to be skipped."""
+        with self._lock:
+            return self._decode(ids, skip_special)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text; joined, they are `decode(ids)`.
+
+        A character whose bytes are spread over several ids belongs to the id that completes it; the others add "".
+        """
+        with self._lock:
+            text = self._decode(ids)
+            pieces = self._pieces_by_window(ids)
+            return pieces if "".join(pieces) == text else self._pieces_by_prefix(ids, text)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the tokenizer's files into a directory."""
+        with self._lock:
+            self._tokenizer.save_pretrained(directory)
+
+    def _decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **options))
+
+    def _pieces_by_window(self, ids: Sequence[int]) -> list[str]:
+        """Decode each id with those since the last but one whole character: linear in the length."""
+        pieces, start, done = [], 0, 0
+        for end in range(1, len(ids) + 1):
+            before, now = self._decode(ids[start:done]), self._decode(ids[start:end])
+            whole = not now.endswith(_UNFINISHED) or end == len(ids)
+            pieces.append(now[len(before) :] if whole else "")
+            if whole:
+                start, done = done, end
+        return pieces
+
+    def _pieces_by_prefix(self, ids: Sequence[int], text: str) -> list[str]:
+        """For decoders that rewrite earlier text when later ids arrive: cut the final text where each prefix agrees."""
+        pieces, reached = [], 0
+        for end in range(1, len(ids) + 1):
+            prefix = self._decode(ids[:end])
+            agreed = next((i for i, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(prefix))
+            upto = len(text) if end == len(ids) else max(reached, min(agreed, len(text)))
+            pieces.append(text[reached:upto])
+            reached = upto
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class SharedVocabulary:
+    """The ids over which two models' distributions can be compared."""
+
+    size: int
+    """ids 0 … size − 1 mean the same to both and are in both output heads"""
+    warnings: tuple[str, ...] = ()
+
+
+def compare(
+    student: SafeTokenizer,
+    teacher: SafeTokenizer,
+    *,
+    student_head: int,
+    teacher_head: int,
+    student_name: str = "student",
+    teacher_name: str = "teacher",
+) -> SharedVocabulary:
+    """What two models share; ModelError if an id means different tokens to them.
+
+    `…_head` is the number of rows of a model's output head. Heads are often padded beyond the tokenizer, to different
+    sizes in models of one family: ids that only one head has are fine as long as they have no token.
+    """
+    if student.vocabulary != teacher.vocabulary:
+        raise ModelError(_difference(student, teacher, student_name, teacher_name))
+    size = min(student_head, teacher_head)
+    if student.vocab_size > size:
+        who = student_name if student_head == size else teacher_name
+        raise ModelError(
+            f"the output head of {who} has {size:,} rows, but the tokenizer has ids up to {student.vocab_size - 1:,}"
+        )
+    return SharedVocabulary(
+        size, tuple(_warnings(student, teacher, student_head, teacher_head, student_name, teacher_name))
+    )
+
+
+def _warnings(
+    student: SafeTokenizer,
+    teacher: SafeTokenizer,
+    student_head: int,
+    teacher_head: int,
+    student_name: str,
+    teacher_name: str,
+) -> list[str]:
+    warnings = []
+    if student_head != teacher_head:
+        warnings.append(
+            f"the output heads of {student_name} and {teacher_name} have {student_head:,} and {teacher_head:,} rows: "
+            f"the last {abs(student_head - teacher_head):,} of the longer one have no token and are left out"
+        )
+    if set(student.eos_ids) != set(teacher.eos_ids):
+        warnings.append(
+            f"{student_name} ends its answers with ids {list(student.eos_ids)}, {teacher_name} with "
+            f"{list(teacher.eos_ids)}: the student may learn not to stop"
+        )
+    if student.chat_template != teacher.chat_template:
+        warnings.append(
+            f"{student_name} and {teacher_name} have different chat templates: prompts follow {student_name}'s"
+        )
+    return warnings
+
+
+def _difference(student: SafeTokenizer, teacher: SafeTokenizer, student_name: str, teacher_name: str) -> str:
+    ours, theirs = student.vocabulary.items(), teacher.vocabulary.items()
+    token, _ = min(ours ^ theirs, key=lambda item: (item[1], item[0]))
+    here, there = (
+        f"has id {vocabulary[token]} in {name}" if token in vocabulary else f"is unknown to {name}"
+        for name, vocabulary in ((student_name, student.vocabulary), (teacher_name, teacher.vocabulary))
+    )
+    return (
+        f"{student_name} and {teacher_name} have different vocabularies ({len(ours):,} and {len(theirs):,} tokens, "
+        f"{len(ours & theirs):,} the same): token {token!r} {here} and {there}. "
+        "A teacher scores the student's token ids, so both must come from one tokenizer family."
+    )
+
+
+def _generation_eos(directory: Path) -> list[int]:
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return []
+    try:
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{file} is not a JSON object: {error}") from error
+    if eos is None:
+        return []
+    return [int(token) for token in (eos if isinstance(eos, list) else [eos])]

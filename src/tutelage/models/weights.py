@@ -1,0 +1,44 @@
+"""Named weights of a model: which ones learn, and how saved ones get back in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tutelage.models.sources import ModelError
+
+
+def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that learn, each once (tied weights under their first name)."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+@torch.no_grad()
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the parameters that learn this dtype, in place. To be called before anyone takes their values."""
+    for _, parameter in trainable(model):
+        parameter.data = parameter.data.to(dtype)
+
+
+def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy saved weights into the parameters that learn, in place, so that whoever shares them sees them too."""
+    copy_named(list(trainable(model)), tensors)
+
+
+@torch.no_grad()
+def copy_named(named: Iterable[tuple[str, nn.Parameter]], tensors: Mapping[str, Tensor]) -> None:
+    """The same for parameters given by name."""
+    parameters = dict(named)
+    if parameters.keys() != tensors.keys():
+        other = sorted(parameters.keys() ^ tensors.keys())
+        raise ModelError(
+            f"the checkpoint has other weights than this student ({len(other)} names differ, for instance {other[0]})"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != tensors[name].shape:
+            raise ModelError(
+                f"weight {name} has shape {list(tensors[name].shape)} in the checkpoint, {list(parameter.shape)} here"
+            )
+        parameter.copy_(tensors[name])

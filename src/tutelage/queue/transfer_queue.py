@@ -1,0 +1,379 @@
+"""The sample queue of many processes: tensors in the storage units of TransferQueue, the books in one Ray actor.
+
+    writer ── 1 begin: may I? ──► clerk (ledger)          a few hundred bytes per row
+           ── 2 kv_batch_put ───► storage units           tensors, from the writer's process straight to the units
+           ── 3 settle: done ───► clerk                   only now the columns exist for takers
+
+What a process writes while an earlier write is under way, or within `window` seconds, goes out together. Much of it
+goes in parts, so that one is described and entered while another is on its way.
+
+**Written once.** `begin` leases the rows to the writer: until it settles, another write to the same columns of a row
+waits, and then finds them there, so that a repeated update never touches stored data. Nothing is entered in the ledger
+before the data is stored. The writer renews its lease as long as it writes. One that dies, or is stopped, in between
+leaves a queue in which its call never happened: `clerk.LEASE` seconds later its lease is lost, the rows can be written
+again, and what it stored, or stores whenever it goes on, is in a place that nobody else uses. Rows that are dropped
+(failed, superseded, stale, cleared) are leased in the same way to the process that clears them from the storage units.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey, GroupKey, Key
+from tutelage.queue import transfer_store as store
+from tutelage.queue.clerk import Answer, Clerk, Place, Reply, Request
+from tutelage.queue.contract import BatchRef, Tags
+from tutelage.queue.ledger import saved_rows
+from tutelage.queue.schema import check_names, describe, in_order, join
+from tutelage.queue.transfer_store import BatchMeta, KVBatchMeta, by_partition, ray
+
+Reference: TypeAlias = BatchRef | BatchMeta | KVBatchMeta
+"""What may stand for rows: ours, and both kinds of TransferQueue's metadata."""
+_TASKS = 10_000
+"""Calls that the clerk has open at once; a waiting taker is one of them."""
+_PART = 32 << 20
+"""Bytes after which a batch of writes is cut: what follows is a part of its own."""
+_IN_FLIGHT = 2
+"""Parts of a process that are on their way at once."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A call of this process that is on its way."""
+
+    request: Request
+    """of a put or an update it lacks the description of the columns, which is made when its part is sent"""
+    rows: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
+    """what is to be stored"""
+    done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def described(self) -> Request:
+        if self.request.what not in ("put", "update"):
+            return self.request
+        return self.request._replace(value=describe(self.rows[self.request.at]))
+
+    def size(self) -> int:
+        return sum(v.nbytes for row in self.rows.values() for v in row.values() if isinstance(v, Tensor))
+
+    def finish(self, answer: Answer) -> None:
+        if self.done.done():
+            return
+        if answer.error is not None:
+            self.done.set_exception(answer.error)
+        else:
+            self.done.set_result(answer.value)
+
+
+class TransferSampleQueue:
+    """The TransferQueue back end of `SampleQueue`. Made by `start`; pickled, it works in any process of the cluster,
+    on one asyncio loop of each."""
+
+    def __init__(self, clerk: Any, window: float = 0.0) -> None:
+        self._clerk = clerk
+        self._window = window
+        self._pending: list[_Job] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sending = False
+        self._slots = asyncio.Semaphore(_IN_FLIGHT)
+        self.counts: dict[str, int] = {}
+        """What happened since the start of the run, in all processes, as of the last answer that this one got"""
+        self.actors: dict[str, Any] = {}
+        """The processes that it consists of, as errors call them; known to the one that started it"""
+
+    def __reduce__(self) -> tuple[type[TransferSampleQueue], tuple[Any, float]]:
+        return type(self), (self._clerk, self._window)
+
+    async def open(self, group: GroupKey, samples: int) -> None:
+        await self._send(Request("open", group, samples))
+
+    async def put(self, key: Key, columns: Mapping[str, Any], tags: Tags | None = None, of: int | None = None) -> None:
+        await self._send(Request("put", key, None, {key: dict(tags or {})}, of), {key: columns})
+
+    async def update(self, key: Key, columns: Mapping[str, Any]) -> bool:
+        return bool(await self._send(Request("update", key, None), {key: columns}))
+
+    async def seal(self, episode: EpisodeKey, count: int) -> None:
+        await self._send(Request("seal", episode, count))
+
+    async def fail(self, group: GroupKey, reason: str) -> None:
+        await self._send(Request("fail", group, reason))
+
+    async def take(
+        self,
+        partition: str,
+        needs: Sequence[str],
+        groups: int,
+        *,
+        version: int = 0,
+        max_lag: int | None = None,
+        deadline: float | None = None,
+    ) -> BatchRef:
+        needs = check_names(needs, f"take from {partition}")
+        oldest = None if max_lag is None else version - max_lag
+        loop = asyncio.get_running_loop()
+        ends = None if deadline is None else loop.time() + deadline
+        taken: tuple[BatchRef, Reply] | None = None
+        while taken is None:  # another taker may be quicker once groups are ready
+            left = None if ends is None else max(0.0, ends - loop.time())
+            await self._wait(self._clerk.ready.remote(partition, needs, groups, left, deadline))
+            taken = await self._hand_out(partition, needs, groups, oldest)
+        ref, reply = taken
+        await _to_the_end(self._settle(reply))
+        return replace(ref, columns=in_order(ref.columns))
+
+    async def get(self, ref: Reference, columns: Sequence[str]) -> Batch:
+        ref = await self._reference(ref)
+        answer: Answer = await self._clerk.columns.remote(ref.keys, check_names(columns, "get"))
+        if answer.error is not None:
+            raise answer.error
+        names, places = answer.value
+        if not ref.keys or not names:
+            return join({key: {} for key in ref.keys}, names)
+        return await self._fetch(ref.keys, names, places)
+
+    async def clear(self, ref: Reference) -> None:
+        ref = await self._reference(ref)
+        await self._settle(await self._clerk.clear.remote(ref.keys))
+
+    async def snapshot(self) -> dict[str, Any]:
+        snapshot, held, places = await self._clerk.snapshot.remote()
+        columns: dict[Key, dict[str, Any]] = {}
+        for key, names in held.items():  # one by one: open trailing dims may differ
+            columns[key] = (await self._fetch((key,), in_order(names), places)).row(0)
+        for row in saved_rows(snapshot):
+            row["columns"] = columns[Key(*row["key"])]
+        return snapshot  # type: ignore[no-any-return]
+
+    async def restore(self, snapshot: Mapping[str, Any]) -> None:
+        rows = {Key(*row["key"]): row["columns"] for row in saved_rows(snapshot)}
+        books = _without_columns(snapshot)
+        described = {key: describe(columns) for key, columns in rows.items()}
+        tags = {Key(*row["key"]): row["tags"] for row in saved_rows(snapshot)}
+        await self._send(Request("restore", None, (books, described), tags), rows)
+
+    def release(self) -> None:
+        """One of the queue's processes is dead: whatever waits for it in this process ends with an error."""
+        store.release()
+
+    def close(self) -> None:
+        """Stop the clerk and TransferQueue: for the process that started them, when nobody uses them any longer."""
+        ray.kill(self._clerk)
+        store.shut_down()
+
+    async def _reference(self, ref: Reference) -> BatchRef:
+        if isinstance(ref, BatchMeta):
+            return await asyncio.to_thread(store.from_batch_meta, ref)
+        return store.from_kv_meta(ref) if isinstance(ref, KVBatchMeta) else ref
+
+    async def _wait(self, call: Any) -> None:
+        try:
+            error = await call
+        except asyncio.CancelledError:
+            ray.cancel(call)
+            raise
+        if error is not None:
+            raise error
+
+    async def _hand_out(self, *what: Any) -> tuple[BatchRef, Reply] | None:
+        """Ask for the groups. If this taker is cancelled meanwhile, they go back."""
+        asked = asyncio.ensure_future(_answer(self._clerk.hand_out.remote(*what)))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            if (taken := await asked) is not None:
+                await self._clerk.give_back.remote(taken[1].lease)
+            raise
+
+    async def _send(self, request: Request, rows: Mapping[Key, Mapping[str, Any]] | None = None) -> Any:
+        job = _Job(request, rows or {})
+        self._enqueue(job)
+        return await job.done
+
+    def _enqueue(self, job: _Job) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a loop of before has ended, and with it whoever waited there
+            self._loop, self._pending, self._sending = loop, [], False
+            self._slots = asyncio.Semaphore(_IN_FLIGHT)
+        self._pending.append(job)
+        if not self._sending:
+            self._sending = True
+            self._start(self._flush())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _flush(self) -> None:
+        """Send what is pending until nothing is; one batch at a time, the others gather meanwhile."""
+        try:
+            while self._pending:
+                await asyncio.sleep(self._window)
+                batch, self._pending = self._pending, []
+                await asyncio.gather(*map(self._send_part, _parts(batch)))
+        finally:
+            self._sending = False
+
+    async def _send_part(self, part: Sequence[_Job]) -> None:
+        async with self._slots:
+            try:
+                await self._write(part)
+            except Exception as error:
+                for job in part:
+                    job.finish(Answer(error=error))
+
+    async def _write(self, part: Sequence[_Job]) -> None:
+        """One part: ask, store, settle. A job that must wait for another writer of its row comes again later."""
+        # Pickled by hand: Ray's own pickler calls Python for every object, which doubles the time for many rows.
+        reply: Reply = await self._clerk.begin.remote(pickle.dumps([job.described() for job in part]))
+        writes: list[_Job] = []
+        rows: dict[Place, dict[str, Any]] = {}
+        for job, answer in zip(part, reply.answers, strict=True):
+            if answer.busy is not None:
+                self._start(self._again(job, answer.busy))
+            elif answer.write is not None:
+                writes.append(job)
+                for key, columns in job.rows.items():
+                    wanted = columns if answer.write == () else {name: columns[name] for name in answer.write}
+                    rows.setdefault((key, answer.place), {}).update(wanted)
+        error: Exception | None = None
+        try:
+            async with self._renewed(reply):
+                await self._store(rows, {key: tags for job in writes for key, tags in job.request.tags.items()})
+        except Exception as problem:
+            error = problem
+        settled = await self._settle(reply, stored=error is None)
+        if writes and not settled:
+            silent = f"the queue heard nothing for {reply.seconds:g} s from this process, which wrote {len(rows)} rows"
+            lost = error or TimeoutError(f"{silent}: none was entered. Does something block its event loop?")
+            settled = [Answer(error=lost)] * len(writes)
+        for job, answer in zip(writes, settled, strict=True):
+            job.finish(answer)
+        for job, answer in zip(part, reply.answers, strict=True):
+            if answer.busy is None and answer.write is None:
+                job.finish(answer)
+
+    @asynccontextmanager
+    async def _renewed(self, reply: Reply) -> AsyncIterator[None]:
+        """Keep a lease for as long as this takes."""
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(reply.seconds / 4)
+                await self._clerk.renew.remote(reply.lease)
+
+        renewing = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+
+    async def _again(self, job: _Job, key: Key) -> None:
+        try:
+            await self._clerk.free.remote(key)
+        except Exception as error:
+            job.finish(Answer(error=error))
+        else:
+            self._enqueue(job)
+
+    async def _settle(self, reply: Reply, stored: bool = True) -> list[Answer]:
+        """Clear what was left to this process to clear and end its lease; returns what became of its writes."""
+        answers: list[Answer] = []
+        self.counts = reply.counts
+        while reply.lease:
+            if reply.clear:
+                async with self._renewed(reply):
+                    await asyncio.to_thread(store.erase, reply.clear)
+            reply = await self._clerk.settle.remote(reply.lease, stored)
+            self.counts = reply.counts
+            answers += reply.answers
+        return answers
+
+    async def _store(self, rows: Mapping[Place, Mapping[str, Any]], tags: Mapping[Key, Tags]) -> None:
+        """One put for the rows of a partition that have the same columns and trailing dims."""
+        alike: dict[tuple[Any, ...], list[Key]] = {}
+        for (key, place), row in rows.items():
+            alike.setdefault((place, key.partition, *_form(row)), []).append(key)
+        puts = [
+            asyncio.to_thread(
+                store.put, keys, [rows[key, place] for key in keys], [dict(tags.get(key, {})) for key in keys], place
+            )
+            for (place, *_), keys in alike.items()
+        ]
+        await asyncio.gather(*puts)
+
+    async def _fetch(self, keys: Sequence[Key], names: Sequence[str], places: Mapping[Key, Mapping[str, int]]) -> Batch:
+        """Rows with columns at other places than 0 are read one by one: there are hardly any."""
+        reads = [(part, names, 0) for part in by_partition(key for key in keys if key not in places).values()]
+        for key in (key for key in keys if key in places):
+            at = {name: places[key].get(name, 0) for name in names}
+            reads += [([key], [n for n in names if at[n] == place], place) for place in sorted({*at.values()})]
+        found = [await asyncio.to_thread(store.read, *each) for each in reads]
+        if len(found) == 1:
+            return found[0]
+        rows: dict[Key, dict[str, Any]] = {key: {} for key in keys}
+        for batch in found:
+            for i, key in enumerate(batch.keys):
+                rows[key] |= batch.row(i)
+        return join(rows, names)
+
+
+def start(units: int = 2, *, window: float = 0.0, deadline: float = 60.0) -> TransferSampleQueue:
+    """Start TransferQueue with so many storage units, and the clerk, in the Ray cluster that this process is connected
+    to. `window`: seconds, up to 0.01, that a write may wait for others of its process."""
+    if not 0.0 <= window <= 0.01:
+        raise ValueError(f"queue window is {window} s, expected 0 to 0.01")
+    store.launch(units, deadline)
+    actor: Any = ray.remote(Clerk)
+    queue = TransferSampleQueue(actor.options(num_cpus=0, max_concurrency=_TASKS).remote(), window)
+    queue.actors = {"the ledger of the queue": queue._clerk, **store.actors(units)}
+    return queue
+
+
+def _parts(batch: Sequence[_Job]) -> Iterator[list[_Job]]:
+    part, size = list[_Job](), 0
+    for job in batch:
+        part.append(job)
+        size += job.size()
+        if size >= _PART:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _form(row: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """What rows must have in common to be stored together."""
+    for name in in_order(row):
+        column = COLUMNS[name]
+        yield (name,) if column.dtype is None else (name, row[name].shape[column.span != "row" :])
+
+
+def _without_columns(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    def strip(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: value for name, value in row.items() if name != "columns"} for row in rows]
+
+    groups = [{**group, "rows": strip(group["rows"])} for group in snapshot["groups"]]
+    return {**snapshot, "groups": groups, "taken": strip(snapshot["taken"])}
+
+
+async def _answer(call: Any) -> Any:
+    return await call
+
+
+async def _to_the_end(work: Coroutine[Any, Any, Any]) -> None:
+    """Not to be cancelled half-way: what it belongs to has been decided."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            continue

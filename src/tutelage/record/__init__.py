@@ -1,0 +1,19 @@
+"""What a run leaves behind and what a person sees of it. See run_directory.py for the files."""
+
+from tutelage.record.display import Display, final_table
+from tutelage.record.report import write_report
+from tutelage.record.run_directory import EvalSample, Measured, RolloutRow, RunDirectory
+from tutelage.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
+
+__all__ = [
+    "Display",
+    "EvalSample",
+    "Measured",
+    "MetricWriter",
+    "RolloutRow",
+    "RunDirectory",
+    "TensorBoardWriter",
+    "WandbWriter",
+    "final_table",
+    "write_report",
+]

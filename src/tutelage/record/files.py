@@ -1,0 +1,134 @@
+"""Files that are either whole or not there, and JSON lines that survive a killed run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tutelage.errors import UserError
+
+RESUME = "resume the run"
+
+
+def write_atomic(path: Path, content: str, then: str = RESUME) -> None:
+    """Put the whole content at `path`, or leave what was there. Durable when it returns. `then` is what an error
+    advises to do once the disk takes files again."""
+    temporary = temporary_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content.encode("utf-8", "replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        remove_quietly(temporary)
+        raise unwritable(path, error, then) from error
+
+
+def temporary_of(path: Path) -> Path:
+    """Where the content of a file is gathered before it takes its place."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Add one JSON line, durably. If the disk is full, the line is taken back, so that no half of it stays."""
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
+    try:
+        with path.open("ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            try:
+                _write_all(file.fileno(), line)
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(before)
+                raise
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one per line; [] if there is no file. A last line that a killed run left torn is
+    skipped; a broken line anywhere else is an error, because it cannot come from a killed run."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise UserError(
+                f'{path}, line {number}: expected a JSON object with an integer "step", got {line[:60]!r}. '
+                "The file was changed by something else; remove or repair that line."
+            )
+    return rows
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file by these JSON lines, atomically."""
+    write_atomic(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def none_to_nan(value: float | None) -> float:
+    """The way back; which kind of non-finite number it was is not kept."""
+    return math.nan if value is None else value
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals inside a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_quietly(path: Path) -> None:
+    """Remove a leftover if it is there; failing to is no reason to hide the error that led here."""
+    try:
+        path.unlink(missing_ok=True)
+    except (OSError, ValueError):
+        return
+
+
+def remove_directory_quietly(path: Path) -> None:
+    """Remove a directory if it is there and empty."""
+    try:
+        path.rmdir()
+    except (OSError, ValueError):
+        return
+
+
+def unwritable(path: Path, error: OSError, then: str = RESUME) -> UserError:
+    """What to tell somebody whose disk is full or read-only."""
+    return UserError(
+        f"cannot write {path}: {error.strerror or error}. Nothing half written was left behind. "
+        f"Free some space or make the directory writable, then {then}."
+    )

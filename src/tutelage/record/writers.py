@@ -1,0 +1,76 @@
+"""Metrics for tools that somebody already uses: TensorBoard and Weights & Biases, through their own packages."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tutelage.errors import missing_extra
+from tutelage.record.files import write_atomic
+
+
+class MetricWriter(Protocol):
+    """Takes the same numbers as metrics.jsonl."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:
+        """Write what is pending; no `log` after this."""
+
+
+class TensorBoardWriter:
+    """Event files in a directory, for `tensorboard --logdir`."""
+
+    def __init__(self, directory: Path | str, *, purge_step: int | None = None) -> None:
+        """`purge_step`: a resumed run's first new step; what the killed run wrote from there on is then hidden."""
+        module = _import("torch.utils.tensorboard", needs="tensorboard", writer="tensorboard")
+        self._writer = module.SummaryWriter(log_dir=str(directory), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run."""
+
+    def __init__(self, project: str, name: str, directory: Path | str, config: Mapping[str, Any]) -> None:
+        """The run's id is kept in `directory`, so that a resumed run goes on in the same one."""
+        module = _import("wandb", needs="wandb", writer=f"wandb:{project}")
+        self._run = module.init(
+            project=project,
+            name=name,
+            id=_kept_id(Path(directory) / "wandb-id"),
+            dir=str(directory),
+            config=dict(config),
+            resume="allow",
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _kept_id(path: Path) -> str:
+    if not path.exists():
+        write_atomic(path, uuid.uuid4().hex[:12])
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _import(module: str, *, needs: str, writer: str) -> Any:
+    """An optional package, or an error that says how to get it; its extra has its name."""
+    try:
+        importlib.import_module(needs)
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing_extra(f"{writer!r} in record.writers", needs, needs, error) from error

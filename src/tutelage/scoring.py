@@ -1,0 +1,105 @@
+"""What happens when an episode ends: its rows enter the queue, judges are asked, and what they say is added.
+
+Every trajectory is scored, each on its own, while other episodes are still being generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutelage.data.trajectory import Episode, Key, Prompt, Trajectory
+from tutelage.errors import CannotJudge, UserError
+from tutelage.queue.contract import SampleQueue
+
+Judge = Callable[[Key, Prompt, Trajectory], Awaitable[dict[str, Tensor]]]
+"""Columns that a teacher or a reference adds to one trajectory."""
+EpisodeJudge = Callable[[Episode], Awaitable[dict[str, Tensor]]]
+"""Row-span columns that a reward adds to every trajectory of an episode."""
+Stored = asyncio.Task[None]
+"""The rows of an episode are being put: columns can be added when it is done."""
+
+
+@asynccontextmanager
+async def scoring_tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks that score episodes, all done at the end. A mistake of the user's comes out as itself, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        mistakes = [error for error in group.exceptions if isinstance(error, UserError)]
+        raise mistakes[0] if mistakes else group from None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeScorer:
+    """Puts episodes into the queue and completes their rows. A judge that cannot judge fails the episode's group, with
+    its reason; nothing is made up in its place."""
+
+    queue: SampleQueue
+    judges: tuple[Judge, ...]
+    episode_judges: tuple[EpisodeJudge, ...] = ()
+
+    async def __call__(self, episode: Episode, step: int) -> None:
+        keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
+        rows = list(zip(keys, episode.trajectories, strict=True))
+        given = episode.rewarded.reward
+        stored = asyncio.create_task(self._store(rows, given, step))  # judges need not wait for the queue
+        work = [self._judge(judge, key, episode.prompt, row, stored) for key, row in rows for judge in self.judges]
+        work += [self._judge_episode(judge, episode, keys, stored) for judge in self.episode_judges]
+        try:
+            outcomes = [await _outcome(work[0])] if len(work) == 1 else await _outcomes(work)
+            await stored
+        finally:
+            stored.cancel()
+        for outcome in outcomes:
+            if isinstance(outcome, CannotJudge):
+                await self.queue.fail(episode.key.group, str(outcome))
+            elif outcome is not None:
+                raise outcome
+
+    async def _store(self, rows: list[tuple[Key, Trajectory]], reward: float | None, step: int) -> None:
+        """Rows share the reward that the loop gave their episode, if it gave one."""
+        given = {} if reward is None else {"reward": torch.tensor(reward, dtype=torch.float32)}
+        for key, row in rows:
+            await self.queue.put(key, {**row.columns(), **given}, _tags(row, step), of=len(rows))
+
+    async def _judge(self, judge: Judge, key: Key, prompt: Prompt, trajectory: Trajectory, stored: Stored) -> None:
+        columns = await judge(key, prompt, trajectory)
+        await stored
+        await self.queue.update(key, columns)
+
+    async def _judge_episode(self, judge: EpisodeJudge, episode: Episode, keys: list[Key], stored: Stored) -> None:
+        columns = await judge(episode)
+        await stored
+        for key in keys:
+            await self.queue.update(key, columns)
+
+
+async def _outcome(work: Coroutine[Any, Any, None]) -> Exception | None:
+    """Of the usual single judge, without a task of its own."""
+    try:
+        await work
+    except Exception as error:
+        return error
+    return None
+
+
+async def _outcomes(work: Sequence[Coroutine[Any, Any, None]]) -> list[BaseException | None]:
+    return await asyncio.gather(*work, return_exceptions=True)
+
+
+def _tags(trajectory: Trajectory, step: int) -> dict[str, int | float | str]:
+    """What may be known of a row without its data."""
+    return {
+        "step": step,
+        "finish": trajectory.finish,
+        "tokens": trajectory.mask.shape[0],
+        "actions": trajectory.behaviour_logp.shape[0],
+    }
