@@ -40,6 +40,8 @@ from tutelage.errors import UserError
 from tutelage.tensor_file import Seal, TensorFile, crc_of_file, file_name, write_bytes
 
 FORMAT = "tutelage-checkpoint"
+FORMATS = (FORMAT, "understudy-checkpoint")
+"""What is read: also what the project wrote under its former name."""
 VERSION = 1
 STATE = "state.json"
 BEST = "best.json"
@@ -320,7 +322,7 @@ def read_state(directory: Path) -> tuple[State | None, str]:
         return None, f"{path}: missing, so this is no finished checkpoint of tutelage"
     except (OSError, ValueError) as error:
         return None, f"{path}: cannot be read as JSON, probably cut off: {error}"
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+    if not isinstance(raw, dict) or raw.get("format") not in FORMATS:
         return None, f'{path}: not written by tutelage (expected "format": "{FORMAT}")'
     if raw.get("version") != VERSION:
         version = raw.get("version")

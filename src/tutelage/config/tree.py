@@ -15,6 +15,8 @@ import yaml
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RESOLVED_HEADER = "# Resolved by tutelage: every value of the run. Relative paths are from the working directory.\n"
+RESOLVED_HEADERS = (RESOLVED_HEADER, RESOLVED_HEADER.replace("tutelage", "understudy"))
+"""Also that of runs which were made under the project's former name."""
 
 Parts: TypeAlias = tuple[str, ...]
 """A dotted key, split. Kept as parts because the name of a teacher may itself contain a dot."""
@@ -191,7 +193,7 @@ def read_recipe(recipe: Path, chain: tuple[Path, ...], mistakes: list[Mistake], 
         return None
     before = len(mistakes)
     text = _text(recipe, mistakes, said)
-    folder = None if text.startswith(RESOLVED_HEADER) else recipe.parent
+    folder = None if text.startswith(RESOLVED_HEADERS) else recipe.parent
     reader = _Reader(str(recipe), folder, mistakes)
     root = reader.compose(text)
     if len(mistakes) > before:

@@ -68,8 +68,12 @@ def resolve(path: str, progress: Progress | None = None) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where things that are made once per machine are kept: $TUTELAGE_CACHE, else ~/.cache/tutelage."""
-    return Path(os.environ.get("TUTELAGE_CACHE") or "~/.cache/tutelage").expanduser()
+    """Where things that are made once per machine are kept: $TUTELAGE_CACHE, else ~/.cache/tutelage. The cache of the
+    project's former name, understudy, is used as long as there is no other."""
+    if named := os.environ.get("TUTELAGE_CACHE") or os.environ.get("UNDERSTUDY_CACHE"):
+        return Path(named).expanduser()
+    home, former = (Path("~/.cache", name).expanduser() for name in ("tutelage", "understudy"))
+    return former if former.is_dir() and not home.exists() else home
 
 
 def check_directory(directory: Path) -> None:
