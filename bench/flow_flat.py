@@ -22,7 +22,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tutelage.models.digits import from_toy
+from tutelage.toys.digits import from_toy
 
 DATA = Path(__file__).resolve().parent.parent / "recipes" / "data" / "digits"
 PROMPTS, GROUP = 8, 16

@@ -5,7 +5,7 @@
     python -m bench.flow_step --tiny          one step of each side: shows that both run
 
 Both sides live in this process, on one thread, with the same model, sizes and number of updates, and take turns.
-A step of tutelage is `tutelage.train.step` of recipes/flow_grpo_digits.yaml: rollout through agent loops, rewards
+A step of tutelage is `tutelage.loop.step` of recipes/flow_grpo_digits.yaml: rollout through agent loops, rewards
 in their worker process, metrics and record included; evaluation and checkpoints are not part of a step.
 """
 
@@ -31,10 +31,10 @@ from rich.table import Table
 from bench import flow_flat
 from tutelage.config.load import dump, load
 from tutelage.data.prompts import load_prompts
+from tutelage.loop import Run, open_run
+from tutelage.loop import step as train_step
 from tutelage.record.display import Display
 from tutelage.record.run_directory import RunDirectory
-from tutelage.train import Run, open_run
-from tutelage.train import step as train_step
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "flow_grpo_digits.yaml"
 MODEL = "toy:digits"

@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from bench.cluster import sample_queue
-from tutelage.agent_loop.manager import RolloutManager
-from tutelage.agent_loop.single_turn import SingleTurn
-from tutelage.agent_loop.worker import AgentLoopWorker
+from tutelage.backends.memory import collect_rarely
 from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
-from tutelage.desks import SharedDesks
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
 from tutelage.queue import MemoryQueue
 from tutelage.queue.contract import SampleQueue
-from tutelage.rollout import EpisodeDone, Order, Rollout
-from tutelage.routing import Router
-from tutelage.runtime.memory import collect_rarely
-from tutelage.scoring import EpisodeScorer
+from tutelage.rollout.loops.single_turn import SingleTurn
+from tutelage.rollout.manager import RolloutManager
+from tutelage.rollout.runner import EpisodeDone, Order, Rollout
+from tutelage.rollout.scoring import EpisodeScorer
+from tutelage.rollout.worker import AgentLoopWorker
+from tutelage.routing.router import Router
+from tutelage.routing.shared import SharedDesks
 from tutelage.teachers.client import ResidentTeacher, TeacherClient
 from tutelage.teachers.pool import TeacherPool
 
@@ -185,8 +185,8 @@ class Worker:
     """A process that runs episodes, as an agent-loop worker does."""
 
     def __init__(self, queue: SampleQueue) -> None:
-        from tutelage.board import BOARD, desks
-        from tutelage.runtime.ray import Remote
+        from tutelage.backends.ray.cluster import Remote
+        from tutelage.backends.ray.coordinator import BOARD, desks
 
         torch.set_num_threads(1)
         collect_rarely()
@@ -199,8 +199,8 @@ class Worker:
 def on_ray(sizes: Sizes) -> dict[tuple[int, int], Cost]:
     import ray
 
-    from tutelage.board import BOARD, Board
-    from tutelage.runtime.ray import OPEN_CALLS
+    from tutelage.backends.ray.cluster import OPEN_CALLS
+    from tutelage.backends.ray.coordinator import BOARD, Board
 
     actor: Any = ray.remote(Worker)
     with sample_queue(window=WINDOW) as queue:

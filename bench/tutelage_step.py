@@ -1,6 +1,6 @@
 """The one file of the benchmark that calls tutelage: it builds the run once and does one step of it at a time.
 
-The step is `tutelage.train.step`, the same that `tutelage train` repeats: record and metrics included.
+The step is `tutelage.loop.step`, the same that `tutelage train` repeats: record and metrics included.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Protocol
 from rich.console import Console
 
 from bench.protocol import Work
-from tutelage import train
-from tutelage.backstage import Embedded
+from tutelage import loop as train
+from tutelage.backends.contract import Embedded
 from tutelage.config.load import dump
 from tutelage.config.schema import Config
 from tutelage.record.display import Display

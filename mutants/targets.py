@@ -8,10 +8,10 @@ TARGETS = (
     "src/tutelage/learner/*.py",
     "src/tutelage/teachers/*.py",
     "src/tutelage/agent_loop/*.py",
-    "src/tutelage/rollout.py",
-    "src/tutelage/scoring.py",
-    "src/tutelage/learning.py",
-    "src/tutelage/signals.py",
+    "src/tutelage/rollout/runner.py",
+    "src/tutelage/rollout/scoring.py",
+    "src/tutelage/learner/step.py",
+    "src/tutelage/algorithms/build.py",
 )
 
 NOT_RUN = {

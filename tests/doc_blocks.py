@@ -33,13 +33,13 @@ import tiny
 import tutelage.api
 import tutelage.certify
 from tutelage import cli
-from tutelage.agent_loop.contract import LOOPS
 from tutelage.algorithms.objectives import OBJECTIVES
 from tutelage.certify import ALL_CHECKS, files
 from tutelage.config.load import load
 from tutelage.config.schema import Config
-from tutelage.models.digits import RECIPE, build
 from tutelage.rewards.contract import REWARDS
+from tutelage.rollout.contract import LOOPS
+from tutelage.toys.digits import RECIPE, build
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md"]

@@ -25,7 +25,10 @@ import tiny
 from test_learner import LIMITS, algorithm, make_batch, ready
 from tutelage.algorithms.policy import PolicySettings, ReadLogp
 from tutelage.algorithms.ppo import ValueLoss
-from tutelage.checkpoint import CheckpointError
+from tutelage.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from tutelage.checkpoint.sharded import ShardedStore, load_shards
+from tutelage.checkpoint.store import CheckpointError
+from tutelage.checkpoint.tensor_file import TensorFile
 from tutelage.config.schema import Lora, Optimizer
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch
@@ -39,9 +42,6 @@ from tutelage.losses.contract import Loss
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.loading import apply_lora
 from tutelage.models.weights import copy_named, trainable
-from tutelage.optimizer_state import pack_optimizer, unpack_optimizer
-from tutelage.sharded_checkpoint import ShardedStore, load_shards
-from tutelage.tensor_file import TensorFile
 
 SECONDS = 120
 Named = tuple[tuple[str, torch.nn.Parameter], ...]

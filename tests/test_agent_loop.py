@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 import tiny
-from tutelage.agent_loop.contract import (
+from tutelage.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
+from tutelage.engines.scheduler import InlineScheduler
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.errors import UserError
+from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.queue import BatchRef
+from tutelage.queue.memory import MemoryQueue
+from tutelage.rollout.contract import (
     LOOPS,
     AgentLoop,
     LoopContext,
@@ -21,19 +29,11 @@ from tutelage.agent_loop.contract import (
     register,
     render_prompt,
 )
-from tutelage.agent_loop.manager import RolloutManager
-from tutelage.agent_loop.single_turn import SingleTurn
-from tutelage.agent_loop.worker import AgentLoopWorker, EpisodeFailure
-from tutelage.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
-from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
-from tutelage.engines.torch_lm import TorchEngine
-from tutelage.errors import UserError
-from tutelage.models.tokenizers import SafeTokenizer
-from tutelage.queue import BatchRef
-from tutelage.queue.memory import MemoryQueue
-from tutelage.rollout import EpisodeDone, EpisodeTimes, Order, Rollout
-from tutelage.runtime.inline import InlineScheduler
-from tutelage.scoring import EpisodeScorer
+from tutelage.rollout.loops.single_turn import SingleTurn
+from tutelage.rollout.manager import RolloutManager
+from tutelage.rollout.runner import EpisodeDone, EpisodeTimes, Order, Rollout
+from tutelage.rollout.scoring import EpisodeScorer
+from tutelage.rollout.worker import AgentLoopWorker, EpisodeFailure
 
 T = TypeVar("T")
 HANGS = 10.0

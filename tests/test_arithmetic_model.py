@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tutelage.config.schema import Model
-from tutelage.models import arithmetic
-from tutelage.models.arithmetic import Recipe, build, problems, write_problems
 from tutelage.models.loading import load_causal_lm
 from tutelage.models.sources import ModelError, Progress, resolve
 from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.toys import arithmetic
+from tutelage.toys.arithmetic import Recipe, build, problems, write_problems
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "arithmetic"
 SHORT = Recipe(hidden=32, heads=2, feed_forward=64, steps=100, correct_steps=90, batch=64, lr=1e-2, warmup=10, decay=20)

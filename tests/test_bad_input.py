@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 import tiny
 import tiny_paint
-from tutelage import checkpoint
-from tutelage.build import shared_vocabulary
-from tutelage.checkpoint import CheckpointStore
+from tutelage.checkpoint import store as checkpoint
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.errors import UserError
+from tutelage.modality.text import shared_vocabulary
 from tutelage.models.tokenizers import SafeTokenizer
 
 

@@ -406,7 +406,7 @@ def test_limits_are_measured(model: Path, capfd: Printed, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tutelage.models.digits import RECIPE, build
+    from tutelage.toys.digits import RECIPE, build
 
     directory = tmp_path_factory.mktemp("digits")
     build(directory, 0, replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4))

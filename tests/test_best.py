@@ -15,13 +15,13 @@ from pydantic import ValidationError
 import tiny
 import tiny_paint
 import tutelage
-from tutelage import history
-from tutelage.agent_loop.contract import LoopContext, register
-from tutelage.checkpoint import CheckpointStore
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.measures import held_out
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Episode, Prompt
-from tutelage.evaluate import Evaluation, Evaluator
+from tutelage.evaluation.text import Evaluation, Evaluator
+from tutelage.record import history
+from tutelage.rollout.contract import LoopContext, register
 
 PATTERN = {"function": "pattern", "options": {"patterns": "[a-m]"}}
 REWARDS = {

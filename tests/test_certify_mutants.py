@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tutelage import learning
 from tutelage.algorithms import advantages, distill, grpo, objectives, policy
 from tutelage.algorithms.objectives import OBJECTIVES, Claim, Settings, register_objective
 from tutelage.certify import Row, certify
 from tutelage.certify.toy import TEMPERATURE, VOCABULARY
 from tutelage.data.trajectory import Batch
+from tutelage.learner import step as learning
 from tutelage.learner import text, update
 from tutelage.losses import contract, distillation, fused, policy_gradient
 from tutelage.models.packing import pack

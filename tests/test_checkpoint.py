@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tutelage.checkpoint import (
+from tutelage.checkpoint.store import (
     Best,
     CheckpointError,
     CheckpointStore,
@@ -261,7 +261,7 @@ def test_every_damaged_file_is_named(store: CheckpointStore) -> None:
 
 def test_state_cannot_point_outside_the_checkpoint(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     path = store.save(5, content(5), {})
-    monkeypatch.setattr("tutelage.checkpoint._crc_of", lambda body: 0)
+    monkeypatch.setattr("tutelage.checkpoint.store._crc_of", lambda body: 0)
     edit_state(path, crc32="00000000", files={"../../secret": {"size": 1, "crc32": 0}})
     with pytest.raises(CheckpointError, match="does not serve as a file name"):
         load(path)

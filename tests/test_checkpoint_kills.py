@@ -13,7 +13,7 @@ KILLS = textwrap.dedent(
     import os, random, shutil, signal, sys, time
     from pathlib import Path
     import torch
-    from tutelage.checkpoint import CheckpointStore, load
+    from tutelage.checkpoint.store import CheckpointStore, load
     torch.set_num_threads(1)
     FILES, KEEP = 2, 2
 

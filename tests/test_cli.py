@@ -63,7 +63,7 @@ def a_run(name: str = "runs/first") -> Path:
 
 
 def test_train(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("tutelage.train", "train")
+    calls = fake("tutelage.loop", "train")
     calls.result = Path("runs/first-2")
     assert main(["train", "a.yaml", "steps=3", "optimizer.lr=1e-3"]) == 0
     [(config,)] = calls
@@ -83,7 +83,7 @@ def test_train(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
 def test_resume(
     fake: Fake, extra: list[str], steps: int | None, overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = fake("tutelage.train", "resume")
+    calls = fake("tutelage.loop", "resume")
     calls.result = run = a_run()
     assert main(["resume", str(run), *extra]) == 0
     assert calls == [(run, steps, overrides)]
@@ -91,7 +91,7 @@ def test_resume(
 
 
 def test_eval_of_a_run(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("tutelage.evaluate", "evaluate_run")
+    calls = fake("tutelage.evaluation.text", "evaluate_run")
     calls.result = {"kl": 0.25, "top1_agreement": 0.5}
     run = a_run()
     assert main(["eval", str(run), "--checkpoint", "best", "seed=4"]) == 0
@@ -105,7 +105,7 @@ def test_eval_of_a_run(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_eval_of_a_recipe(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("tutelage.evaluate", "evaluate_run")
+    calls = fake("tutelage.evaluation.text", "evaluate_run")
     calls.result = {}
     assert main(["eval", "a.yaml", "seed=4"]) == 0
     assert calls[0][:2] == (load("a.yaml", ["seed=4"]).config, None)
@@ -115,7 +115,7 @@ def test_eval_of_a_recipe(fake: Fake, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_export(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("tutelage.export", "export_run")
+    calls = fake("tutelage.checkpoint.export", "export_run")
     run = a_run()
     assert main(["export", str(run), "out"]) == 0
     assert main(["export", str(run), "out", "--checkpoint", "step-000010", "--keep-adapter"]) == 0
@@ -143,7 +143,7 @@ def test_config_show_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_mistakes_are_one_message_and_code_2(capsys: pytest.CaptureFixture[str], fake: Fake) -> None:
-    calls = fake("tutelage.train", "train")
+    calls = fake("tutelage.loop", "train")
     assert main(["train", "a.yaml", "lr=1", "oops"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("tutelage: error: 2 mistakes")
@@ -154,7 +154,7 @@ def test_mistakes_are_one_message_and_code_2(capsys: pytest.CaptureFixture[str],
 
 
 def test_errors_of_the_user_and_of_the_program_differ(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = fake("tutelage.train", "train")
+    calls = fake("tutelage.loop", "train")
     calls.error = UserError("row 3 of p.jsonl is empty")
     assert main(["train", "a.yaml"]) == 2
     assert capsys.readouterr().err == "tutelage: error: row 3 of p.jsonl is empty\n"

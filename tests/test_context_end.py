@@ -13,14 +13,14 @@ import torch
 
 import tiny
 import tutelage
-from tutelage.agent_loop.contract import LoopContext, PromptTooLong
-from tutelage.agent_loop.worker import AgentLoopWorker, EpisodeFailure
 from tutelage.data.trajectory import COLUMNS, Column, Episode, EpisodeKey, Message, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling
+from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.record import RunDirectory
-from tutelage.runtime.inline import InlineScheduler
+from tutelage.rollout.contract import LoopContext, PromptTooLong
+from tutelage.rollout.worker import AgentLoopWorker, EpisodeFailure
 
 CONTEXT, TURN, SAID = 48, 6, " Go on, please."
 TOKENIZER = SafeTokenizer(tiny.tokenizer())
@@ -29,7 +29,7 @@ LOOPS = '''
 from dataclasses import replace
 
 import torch
-from tutelage.agent_loop.contract import register
+from tutelage.rollout.contract import register
 from tutelage.data.trajectory import Trajectory
 
 

@@ -12,11 +12,11 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutelage.board import BOARD, Board, desks
-from tutelage.desks import Call, Desks, Grant, Said, SharedDesks
+from tutelage.backends.ray.cluster import Remote
+from tutelage.backends.ray.coordinator import BOARD, Board, desks
 from tutelage.errors import UserError
-from tutelage.routing import AllReplicasFailed, Router
-from tutelage.runtime.ray import Remote
+from tutelage.routing.router import AllReplicasFailed, Router
+from tutelage.routing.shared import Call, Desks, Grant, Said, SharedDesks
 
 
 class Gate:

@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 
 import tiny
 from test_packing import ARCHITECTURES, random_tokens
-from tutelage import hosts
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.algorithms.distill import distill
+from tutelage.backends.ray import actors as hosts
 from tutelage.config.schema import Pool
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, Key
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
+from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.errors import UserError
 from tutelage.learner.text import Limits
@@ -34,7 +35,6 @@ from tutelage.learner.update import update
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.packing import pack
 from tutelage.policy.text import log_probs
-from tutelage.runtime.inline import InlineScheduler
 
 AWAY = torch.device("meta")
 """What the pretended device is called; torch lets nobody invent a name."""

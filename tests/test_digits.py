@@ -14,15 +14,16 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from tutelage.models import digits, toy_images
-from tutelage.models.digits import RECIPE, build, from_toy, images, prompts, write_prompts
 from tutelage.models.flow.contract import Size, collate
 from tutelage.models.flow.loading import load_flow_model
 from tutelage.models.sources import ModelError, Progress
-from tutelage.models.toy_images import Recipe
 from tutelage.policy.flow import step
-from tutelage.rewards.classifier import classifier
 from tutelage.rewards.contract import Answer, Media
+from tutelage.rewards.functions.classifier import classifier
+from tutelage.toys import digits
+from tutelage.toys import images as toy_images
+from tutelage.toys.digits import RECIPE, build, from_toy, images, prompts, write_prompts
+from tutelage.toys.images import Recipe
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "digits"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)

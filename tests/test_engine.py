@@ -15,9 +15,9 @@ import tiny
 from test_packing import ARCHITECTURES, own_logits, packed_model, random_tokens, reference
 from tutelage.data.trajectory import Key
 from tutelage.engines.contract import EngineError, GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
+from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.models.causal_lm import CausalLM
-from tutelage.runtime.inline import InlineScheduler
 
 T = TypeVar("T")
 HANGS = 10.0

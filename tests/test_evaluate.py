@@ -18,7 +18,7 @@ import tiny
 import tutelage
 from tutelage.cli import main
 from tutelage.errors import UserError
-from tutelage.evaluate import evaluate_run
+from tutelage.evaluation.text import evaluate_run
 from tutelage.record import RunDirectory
 
 

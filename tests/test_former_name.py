@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 import tutelage
-from tutelage import checkpoint
+from tutelage.checkpoint import store as checkpoint
 from tutelage.models.sources import cache_directory
 
 

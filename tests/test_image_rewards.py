@@ -21,13 +21,13 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from tutelage.errors import UserError
-from tutelage.rewards import ocr
-from tutelage.rewards.classifier import check_options, classifier
-from tutelage.rewards.compressibility import jpeg_compressibility, jpeg_incompressibility
 from tutelage.rewards.contract import Answer, Judgement, Media, RewardSpec
-from tutelage.rewards.http_scorer import http_scorer
-from tutelage.rewards.images import picture
-from tutelage.rewards.pool import RewardPool
+from tutelage.rewards.functions import ocr
+from tutelage.rewards.functions.classifier import check_options, classifier
+from tutelage.rewards.functions.compressibility import jpeg_compressibility, jpeg_incompressibility
+from tutelage.rewards.functions.http_scorer import http_scorer
+from tutelage.rewards.functions.images import picture
+from tutelage.rewards.processes.pool import RewardPool
 
 
 def drawn(image: NDArray[np.uint8], ground_truth: Any = None) -> Answer:

@@ -23,7 +23,7 @@ from tutelage.isolation.contract import Isolation
 from tutelage.isolation.environment import clean_environment
 from tutelage.isolation.process import IsolatedProcess
 from tutelage.rewards.contract import Answer, Judgement, RewardSpec
-from tutelage.rewards.pool import RewardPool
+from tutelage.rewards.processes.pool import RewardPool
 
 PLUGIN = '''
 import os, socket, struct, sys, tempfile, time
@@ -330,7 +330,7 @@ Path("/proc/self/gid_map").write_text(f"{{gid}} {{gid}} 1")
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
 Path("/proc/sys/user/max_net_namespaces").write_text("0")
 from tutelage.rewards.contract import Answer, RewardSpec
-from tutelage.rewards.pool import RewardPool
+from tutelage.rewards.processes.pool import RewardPool
 
 async def main():
     async with RewardPool({{"own": RewardSpec("act"), "asks": RewardSpec("act", network=True)}}, [{plugin!r}]) as pool:
@@ -374,7 +374,7 @@ def test_nothing_stays_behind_when_the_run_is_killed(plugin: str, mark: str, tmp
     script = f"""
 import asyncio, os, time
 from tutelage.rewards.contract import Answer, RewardSpec
-from tutelage.rewards.pool import RewardPool
+from tutelage.rewards.processes.pool import RewardPool
 
 async def main():
     async with RewardPool({{"own": RewardSpec("act", timeout=600, env=("MARK",))}}, [{plugin!r}]) as pool:

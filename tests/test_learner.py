@@ -23,6 +23,7 @@ from tutelage.config.schema import Lora, Optimizer
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, Key
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
+from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.learner.optimizer import build_optimizer
 from tutelage.learner.text import Limits
@@ -32,7 +33,6 @@ from tutelage.losses.contract import LossSum, ModelOut
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.loading import apply_lora
 from tutelage.models.weights import trainable
-from tutelage.runtime.inline import InlineScheduler
 
 SHARED = 262
 """ids that student and teacher share; the heads have 270"""

@@ -26,8 +26,7 @@ from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, GroupKey, Key
 from tutelage.engines.contract import Want
-from tutelage.learner.update import measure, update
-from tutelage.learning import (
+from tutelage.learner.step import (
     Learned,
     Schedule,
     Trainable,
@@ -38,6 +37,7 @@ from tutelage.learning import (
     summary,
     updates,
 )
+from tutelage.learner.update import measure, update
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.packing import Pack
 from tutelage.queue import BatchRef, MemoryQueue

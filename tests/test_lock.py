@@ -15,12 +15,12 @@ import pytest
 
 import tiny
 import tutelage
-from tutelage.agent_loop.contract import LoopContext, register
-from tutelage.agent_loop.single_turn import SingleTurn
 from tutelage.cli import main
 from tutelage.data.trajectory import Episode, Prompt
 from tutelage.errors import UserError
 from tutelage.record.lock import LOCK, locked
+from tutelage.rollout.contract import LoopContext, register
+from tutelage.rollout.loops.single_turn import SingleTurn
 
 SEEN: list[str] = []
 

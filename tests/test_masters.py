@@ -18,17 +18,19 @@ import tiny
 import tiny_paint
 import tutelage
 from test_learner import LIMITS, algorithm, make_batch
-from tutelage import build, hosts
 from tutelage.assemble import assemble
-from tutelage.backstage import Embedded
-from tutelage.checkpoint import Checkpoint, CheckpointStore, load
+from tutelage.backends.contract import Embedded
+from tutelage.backends.ray import actors as hosts
+from tutelage.checkpoint.store import Checkpoint, CheckpointStore, load
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, Optimizer
 from tutelage.learner.masters import with_masters
 from tutelage.learner.optimizer import build_optimizer
+from tutelage.learner.step import Learner, Schedule, Trainable
 from tutelage.learner.update import accumulate, update
-from tutelage.learning import Learner, Schedule, Trainable
+from tutelage.loop import open_run
+from tutelage.modality import text as build
 from tutelage.models import loading
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.dtype import probe
@@ -36,7 +38,6 @@ from tutelage.models.lean import LeanEmbedding, LeanLinear
 from tutelage.models.weights import trainable
 from tutelage.record import RunDirectory
 from tutelage.record.display import Display
-from tutelage.train import open_run
 
 BF16 = {"dtype": "bfloat16"}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tutelage.checkpoint import Checkpoint, CheckpointError, CheckpointStore, load
-from tutelage.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
+from tutelage.checkpoint.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
+from tutelage.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, load
 
 
 @pytest.fixture

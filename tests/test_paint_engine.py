@@ -14,10 +14,10 @@ import tiny_paint
 from tutelage.data.trajectory import Key
 from tutelage.engines.contract import EngineError, Painted, Painting, PaintRequest, StepScoreRequest, Want
 from tutelage.engines.diffusion import DiffusionEngine
+from tutelage.engines.scheduler import InlineScheduler
 from tutelage.models.flow.base import PipelineModel
 from tutelage.models.flow.contract import collate
 from tutelage.policy import flow
-from tutelage.runtime.inline import InlineScheduler
 
 GUIDANCE = 3.0
 

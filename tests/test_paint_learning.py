@@ -23,11 +23,11 @@ from tutelage.data.trajectory import Batch
 from tutelage.errors import UserError
 from tutelage.learner.flow import StepLimits
 from tutelage.learner.ranks import alone
+from tutelage.learner.step import Learner, Schedule, Share, prepare
 from tutelage.learner.update import accumulate, measure
-from tutelage.learning import Learner, Schedule, Share, prepare
+from tutelage.loop import open_run
 from tutelage.record import RunDirectory
 from tutelage.record.display import Display
-from tutelage.train import open_run
 
 ROWS, TRAINED = 6, 2
 NOISE, CLIP = 0.7, 1e-2

@@ -21,16 +21,16 @@ import tiny
 import tiny_flow
 import tiny_paint
 import tutelage
-from tutelage.agent_loop.contract import derive_seed
-from tutelage.checkpoint import CheckpointStore, load
+from tutelage.checkpoint.store import CheckpointStore, load
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.trajectory import Batch
-from tutelage.learning import Trainable
+from tutelage.learner.step import Trainable
+from tutelage.loop import Run, open_run
 from tutelage.policy.flow import window
 from tutelage.record import RunDirectory
 from tutelage.record.display import Display
-from tutelage.train import Run, open_run
+from tutelage.rollout.contract import derive_seed
 
 PATIENCE = 60.0
 """Seconds after which a process that shows no progress is given up."""
@@ -186,8 +186,8 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(root: Path) -> None:
 def test_evaluation_uses_the_running_mean_and_gives_the_weights_back(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tutelage import history
-    from tutelage.evaluate_pictures import PictureEvaluator
+    from tutelage.evaluation.images import PictureEvaluator
+    from tutelage.record import history
 
     own, evaluate, seen = history.validate, PictureEvaluator.__call__, []
     config = tiny_paint.config(root, name="mean", steps=2, optimizer={"ema": 0.9, "lr": 1e-2})
@@ -252,7 +252,7 @@ def test_an_exported_run_paints_the_same_in_diffusers(root: Path, sections: dict
 
 def train_model(run: Path, config: DiffusionConfig) -> Any:
     """The student with the weights of the last checkpoint: their running mean, where there is one."""
-    from tutelage import build_flow
+    from tutelage.modality import diffusion as build_flow
     from tutelage.models.weights import copy_into
 
     model = build_flow.student_model(config)

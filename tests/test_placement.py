@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tutelage.backends import placement
+from tutelage.backends.placement import QUEUE_CPUS, bundles, describe_cluster, left_for_pools, place
+from tutelage.backends.places import DEVICES, CannotPlace, Node, Placement
 from tutelage.config.schema import Pool
 from tutelage.errors import UserError
-from tutelage.runtime import placement
-from tutelage.runtime.contract import DEVICES, CannotPlace, Node, Placement
-from tutelage.runtime.placement import QUEUE_CPUS, bundles, describe_cluster, left_for_pools, place
 
 POOL = st.builds(
     Pool,
@@ -186,5 +186,5 @@ def test_the_queue_keeps_its_cpus() -> None:
 
 
 def test_placing_needs_neither_ray_nor_torch() -> None:
-    code = "import sys, tutelage.runtime.placement\nsys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
+    code = "import sys, tutelage.backends.placement\nsys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,19 +17,19 @@ import torch
 
 import tiny
 import tutelage
-from tutelage import plan as planning
+from tutelage.algorithms.build import build_algorithm
 from tutelage.assemble import assemble
-from tutelage.backstage import Embedded
+from tutelage.backends.contract import Embedded
 from tutelage.cli import main
 from tutelage.config.load import load
 from tutelage.config.schema import Config, Model
-from tutelage.models import arithmetic
 from tutelage.models.attention import KeyValueCache
 from tutelage.models.dtype import Verdict
 from tutelage.models.packing import pack
 from tutelage.models.sources import ModelError
-from tutelage.plan import Plan, model_sizes, plan, show
-from tutelage.signals import build_algorithm
+from tutelage.planning import plan as planning
+from tutelage.planning.plan import Plan, model_sizes, plan, show
+from tutelage.toys import arithmetic
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = sorted(path for path in RECIPES.rglob("*.yaml") if not path.parent.name.startswith("_"))
@@ -147,7 +147,7 @@ def test_the_columns_are_those_of_a_real_update(case: str, tmp_path: Path, monke
     else:
         config = tiny.config(tmp_path, **sections, data={"validation": None})
     planned = plan(config)
-    module = importlib.import_module("tutelage.learning")
+    module = importlib.import_module("tutelage.learner.step")
     real, batches = module.__dict__["update"], []
 
     def update(model: Any, optimizer: Any, batch: Any, *rest: Any) -> Any:

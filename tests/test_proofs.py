@@ -21,7 +21,7 @@ import table  # noqa: E402
 def project(tmp_path: Path) -> Path:
     """A project in small: a package, a recipe that extends another and reads data and a plugin, and unrelated files."""
     files = {
-        "src/tutelage/train.py": "code",
+        "src/tutelage/loop.py": "code",
         "src/tutelage/losses/a.py": "code",
         "src/tutelage/cli.py": "unrelated",
         "src/tutelage/record/report.py": "unrelated",
@@ -57,7 +57,7 @@ def record(project: Path, **changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "matters"),
     [
-        ("src/tutelage/train.py", True),
+        ("src/tutelage/loop.py", True),
         ("src/tutelage/losses/a.py", True),
         ("recipes/child.yaml", True),
         ("recipes/base.yaml", True),

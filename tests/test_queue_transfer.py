@@ -25,12 +25,12 @@ tq = pytest.importorskip("transfer_queue")
 import tiny  # noqa: E402
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
 from queue_objects import ObjectContract  # noqa: E402
+from tutelage.backends.ray.cluster import Remote, needing  # noqa: E402
 from tutelage.errors import RunLost  # noqa: E402
 from tutelage.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
 from tutelage.queue.clerk import Clerk, Reply  # noqa: E402
 from tutelage.queue.transfer_queue import TransferSampleQueue, start  # noqa: E402
 from tutelage.queue.transfer_store import from_batch_meta, to_batch_meta, to_kv_meta  # noqa: E402
-from tutelage.runtime.ray import Remote, needing  # noqa: E402
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 """A call takes milliseconds here; the plans are the same as for the other back ends."""

@@ -17,7 +17,7 @@ from tutelage.record.timeline import overlaps
 
 LOOP = """
 from dataclasses import replace
-from tutelage.agent_loop.contract import register
+from tutelage.rollout.contract import register
 
 
 @register("ray_staggered")

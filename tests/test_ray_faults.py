@@ -17,12 +17,12 @@ import pytest
 
 import tiny
 import tutelage
-from tutelage.checkpoint import CheckpointStore
-from tutelage.desks import STUDENT, of_teacher
-from tutelage.distributed import Distributed
+from tutelage.backends.ray.backend import Distributed
+from tutelage.backends.ray.cluster import Remote
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.errors import UserError
 from tutelage.record import RunDirectory
-from tutelage.runtime.ray import Remote
+from tutelage.routing.shared import STUDENT, of_teacher
 
 PATIENCE = 400.0
 """Seconds before a test gives up waiting for something to kill."""
@@ -30,7 +30,7 @@ PLUGIN: list[Path] = []
 LOOP = """
 from dataclasses import replace
 import torch
-from tutelage.agent_loop.contract import register
+from tutelage.rollout.contract import register
 
 
 @register("ray_long")

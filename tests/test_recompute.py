@@ -15,9 +15,9 @@ import tutelage
 from test_learner import LIMITS, algorithm, make_batch
 from test_paint_learning import rolled_out
 from tutelage.assemble import assemble
-from tutelage.backstage import Embedded
+from tutelage.backends.contract import Embedded
+from tutelage.learner.step import Learner, Trainable
 from tutelage.learner.update import accumulate, measure
-from tutelage.learning import Learner, Trainable
 from tutelage.models.layers import decoder_layers
 from tutelage.models.packing import pack
 from tutelage.models.sources import ModelError

@@ -13,15 +13,15 @@ from transformers import CONFIG_MAPPING
 import tiny
 import tutelage
 from test_learner import LIMITS, make_batch
-from tutelage import build
 from tutelage.algorithms.policy import ReadLogp
 from tutelage.errors import UserError
 from tutelage.learner import reference
 from tutelage.learner.ranks import alone
 from tutelage.learner.reference import ReferenceCheck, verify
+from tutelage.loop import resume
+from tutelage.modality import text as build
 from tutelage.models import causal_lm, packing
 from tutelage.models.causal_lm import CausalLM
-from tutelage.train import resume
 
 LONG = "0000000000000000001111111111111111111111"
 

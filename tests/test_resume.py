@@ -20,9 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tiny
 import tutelage
-from tutelage import build, history
-from tutelage.checkpoint import CheckpointStore, load
+from tutelage.checkpoint.store import CheckpointStore, load
 from tutelage.cli import main
+from tutelage.modality import text as build
+from tutelage.record import history
 from tutelage.record.run_directory import RunDirectory
 
 STEPS = 40
@@ -406,8 +407,8 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path, monkeypatch: pytest.M
 def test_the_plugin_of_a_run_is_loaded_once(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from tutelage.agent_loop.contract import register\n"
-        "from tutelage.agent_loop.single_turn import SingleTurn\n"
+        "from tutelage.rollout.contract import register\n"
+        "from tutelage.rollout.loops.single_turn import SingleTurn\n"
         "@register('mine_alone')\n"
         "class Mine(SingleTurn):\n"
         "    pass\n"

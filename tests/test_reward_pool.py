@@ -16,7 +16,7 @@ import pytest
 
 from tutelage.errors import UserError
 from tutelage.rewards.contract import Answer, RewardSpec
-from tutelage.rewards.pool import AHEAD, RewardPool
+from tutelage.rewards.processes.pool import AHEAD, RewardPool
 
 PLUGIN = """
 import ctypes, os, random, sys, time
@@ -455,7 +455,7 @@ def test_workers_die_with_their_parent(plugin: str, tmp_path: Path) -> None:
     script = f"""
 import asyncio
 from tutelage.rewards.contract import Answer, RewardSpec
-from tutelage.rewards.pool import AHEAD, RewardPool
+from tutelage.rewards.processes.pool import AHEAD, RewardPool
 
 async def main():
     async with RewardPool({{"own": RewardSpec("act", timeout=600)}}, [{plugin!r}], processes=2) as pool:

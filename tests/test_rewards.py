@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutelage.rewards.contract import REWARDS, Answer, register_reward
-from tutelage.rewards.exact_match import exact_match
-from tutelage.rewards.json_schema import json_schema
-from tutelage.rewards.numeric import find_number, numeric
-from tutelage.rewards.pattern import pattern
+from tutelage.rewards.functions.exact_match import exact_match
+from tutelage.rewards.functions.json_schema import json_schema
+from tutelage.rewards.functions.numeric import find_number, numeric
+from tutelage.rewards.functions.pattern import pattern
 
 
 def answer(text: str, ground_truth: Any = None, **columns: Any) -> Answer:

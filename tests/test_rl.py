@@ -17,15 +17,14 @@ import torch
 
 import tiny
 import tutelage
-from tutelage import history
-from tutelage.agent_loop.contract import LoopContext, register
 from tutelage.assemble import assemble
-from tutelage.checkpoint import CheckpointStore, load
+from tutelage.checkpoint.store import CheckpointStore, load
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Batch, Episode, Prompt
 from tutelage.errors import UserError
-from tutelage.record import RunDirectory
-from tutelage.rewards.pool import RewardPool
+from tutelage.record import RunDirectory, history
+from tutelage.rewards.processes.pool import RewardPool
+from tutelage.rollout.contract import LoopContext, register
 
 LETTER = "[a-mA-M]"
 REWARDS: dict[str, Any] = {"letter": {"function": "pattern", "options": {"patterns": LETTER}}}
@@ -183,7 +182,7 @@ def test_every_algorithm_runs_and_says_what_it_did(models: Path, name: str) -> N
 
 def test_several_updates_from_one_batch(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, float]] = []
-    module = sys.modules["tutelage.learning"]
+    module = sys.modules["tutelage.learner.step"]
     plain = vars(module)["update"]
 
     def counted(model: Any, optimizer: Any, batch: Batch, *rest: Any) -> Any:
@@ -288,7 +287,7 @@ def test_the_last_trajectory_is_rewarded_and_all_of_its_episode_learn_from_it(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[Batch] = []
-    module = sys.modules["tutelage.learning"]
+    module = sys.modules["tutelage.learner.step"]
     plain = vars(module)["prepare"]
 
     def watched(*arguments: Any) -> Any:

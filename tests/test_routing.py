@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutelage import routing
-from tutelage.routing import AllReplicasFailed, LocalDesk, Router
-from tutelage.runtime.contract import ReplicaGone
+from tutelage.backends.places import ReplicaGone
+from tutelage.routing import router as routing
+from tutelage.routing.router import AllReplicasFailed, LocalDesk, Router
 
 
 class Replica:

@@ -15,14 +15,14 @@ import ray
 from ray.cluster_utils import Cluster as Nodes
 from ray.exceptions import ActorDiedError
 
+from tutelage.backends.placement import QUEUE_CPUS
+from tutelage.backends.places import ReplicaGone
+from tutelage.backends.ray.cluster import Cluster, Remote, all_within, needing
 from tutelage.config.schema import Pool
 from tutelage.config.schema import Ray as Settings
 from tutelage.data.trajectory import Key
 from tutelage.errors import RunLost, UserError
 from tutelage.learner.update import NonFiniteLoss
-from tutelage.runtime.contract import ReplicaGone
-from tutelage.runtime.placement import QUEUE_CPUS
-from tutelage.runtime.ray import Cluster, Remote, all_within, needing
 
 
 async def soon() -> None:
@@ -94,7 +94,7 @@ async def needed(actor: Actor, inside: Callable[[Actor], Awaitable[None]], deadl
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
     found: list[Actor] = []
     monkeypatch.setattr(ray, "kill", found.append)
-    monkeypatch.setattr("tutelage.runtime.ray.PERIOD", 0.02)
+    monkeypatch.setattr("tutelage.backends.ray.cluster.PERIOD", 0.02)
     return found
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 import tiny
 from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
 from tutelage.engines.contract import Want
+from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.errors import CannotJudge, UserError
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue import BatchRef, MemoryQueue, QueueTimeout
 from tutelage.queue.contract import SchemaError
-from tutelage.runtime.inline import InlineScheduler
-from tutelage.scoring import EpisodeScorer, Judge, scoring_tasks
+from tutelage.rollout.scoring import EpisodeScorer, Judge, scoring_tasks
 from tutelage.teachers.client import ResidentTeacher, TeacherClient
 from tutelage.teachers.pool import TeacherPool
 

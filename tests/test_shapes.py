@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from tutelage.models import shapes as toy
-from tutelage.models import toy_images
 from tutelage.models.flow.contract import Size, collate
 from tutelage.models.flow.loading import load_flow_model
-from tutelage.models.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
 from tutelage.models.sources import ModelError, Progress
-from tutelage.models.toy_images import Recipe
 from tutelage.policy.flow import step
-from tutelage.rewards import shapes as verifier
 from tutelage.rewards.contract import Answer, Media
-from tutelage.rewards.shapes import Seen, grid_artefact, grid_artefact_of, recognise, shapes
+from tutelage.rewards.functions import shapes as verifier
+from tutelage.rewards.functions.shapes import Seen, grid_artefact, grid_artefact_of, recognise, shapes
+from tutelage.toys import images as toy_images
+from tutelage.toys import shapes as toy
+from tutelage.toys.images import Recipe
+from tutelage.toys.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "shapes"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)

@@ -14,13 +14,13 @@ import fsdp_ranks
 import tiny
 from fsdp_ranks import CHECKPOINTED, STEPS, contents, go_on, restore, train
 from test_learner import distance
-from tutelage.checkpoint import CheckpointError, CheckpointStore, load
+from tutelage.checkpoint.sharded import ShardedStore, load_shards
+from tutelage.checkpoint.store import CheckpointError, CheckpointStore, load
 from tutelage.config.schema import Model
 from tutelage.learner.optimizer import build_optimizer
 from tutelage.learner.ranks import alone
 from tutelage.models.loading import load_causal_lm, save_hf
 from tutelage.models.weights import copy_named
-from tutelage.sharded_checkpoint import ShardedStore, load_shards
 
 CASE, SETTINGS = CHECKPOINTED
 FILES = [f"{stem}-0000{rank}-of-00002.safetensors" for stem in ("model", "optimizer") for rank in range(2)]

@@ -13,6 +13,15 @@ import pytest
 import torch
 import yaml
 
+from tutelage.algorithms.build import (
+    build_algorithm,
+    part_means,
+    policy_settings,
+    reward_judge,
+    reward_pool,
+    schedule,
+    written,
+)
 from tutelage.algorithms.contract import Algorithm
 from tutelage.algorithms.distill import SupervisedLoss
 from tutelage.algorithms.objectives import OBJECTIVES, register_objective
@@ -25,15 +34,6 @@ from tutelage.config.show import show
 from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
 from tutelage.errors import UserError
 from tutelage.isolation.contract import Isolation
-from tutelage.signals import (
-    build_algorithm,
-    part_means,
-    policy_settings,
-    reward_judge,
-    reward_pool,
-    schedule,
-    written,
-)
 
 ROOT = Path(__file__).parent.parent
 RIGHT = {"right": {"function": "exact_match"}}

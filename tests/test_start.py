@@ -12,12 +12,12 @@ import pytest
 
 import tiny
 import tutelage
-from tutelage.agent_loop.contract import LoopContext, register
-from tutelage.agent_loop.single_turn import SingleTurn
-from tutelage.checkpoint import CheckpointStore
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.data.trajectory import Episode, Prompt
 from tutelage.errors import UserError
-from tutelage.evaluate import evaluate_run
+from tutelage.evaluation.text import evaluate_run
+from tutelage.rollout.contract import LoopContext, register
+from tutelage.rollout.loops.single_turn import SingleTurn
 
 FAILING: set[str] = set()
 """partitions in which the loop below raises"""

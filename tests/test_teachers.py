@@ -15,13 +15,13 @@ import tiny
 import tutelage
 from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
 from tutelage.engines.contract import ScoreRequest, Scores, Want
+from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.errors import UserError
 from tutelage.models.loading import load_causal_lm
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue import MemoryQueue
-from tutelage.routing import AllReplicasFailed, LocalDesk
-from tutelage.runtime.inline import InlineScheduler
+from tutelage.routing.router import AllReplicasFailed, LocalDesk
 from tutelage.teachers.client import ResidentTeacher, TeacherClient, align, runs
 from tutelage.teachers.pool import Scorer, TeacherPool
 
@@ -386,7 +386,7 @@ def test_a_teacher_is_loaded_once_and_scores_every_step(tmp_path: Path, monkeypa
         published.append((self, version, source))
         await publish(self, version, source)
 
-    monkeypatch.setattr("tutelage.build.load_causal_lm", counting)
+    monkeypatch.setattr("tutelage.modality.text.load_causal_lm", counting)
     monkeypatch.setattr(TorchEngine, "score", watched_score)
     monkeypatch.setattr(TorchEngine, "load", watched_load)
     tutelage.train(tiny.config(tmp_path, steps=3, data={"validation": None}))

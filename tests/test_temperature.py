@@ -13,12 +13,12 @@ from torch import Tensor
 
 import tiny
 import tutelage
-from tutelage import build
+from tutelage.algorithms.build import build_algorithm
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Key
 from tutelage.engines.contract import ScoreRequest, Want
 from tutelage.engines.torch_lm import TorchEngine
-from tutelage.signals import build_algorithm
+from tutelage.modality import text as build
 
 VOCABULARY = 270
 TOKENS = torch.tensor([3, 14, 15, 9, 2, 6, 5, 35])

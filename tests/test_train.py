@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import tutelage
-from tutelage.agent_loop.worker import AgentLoopWorker
 from tutelage.algorithms.distill import SupervisedLoss
 from tutelage.assemble import assemble
 from tutelage.cli import main
@@ -27,12 +26,13 @@ from tutelage.config.schema import Distill
 from tutelage.errors import UserError
 from tutelage.losses.contract import LossSum, ModelOut
 from tutelage.record import RunDirectory
+from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers.client import TeacherClient
 
 PACKAGE = Path(tutelage.__file__).parent
 LOOPS = """
 from dataclasses import replace
-from tutelage.agent_loop.contract import register
+from tutelage.rollout.contract import register
 from tutelage.errors import UserError
 
 
@@ -522,9 +522,9 @@ def test_the_loop_is_short() -> None:
 
 def test_the_name_train_is_the_function_whatever_was_imported() -> None:
     import tutelage.api
-    import tutelage.train
+    import tutelage.loop
 
-    assert callable(tutelage.train)
+    assert callable(tutelage.loop)
     assert callable(tutelage.distill)
 
 

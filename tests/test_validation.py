@@ -12,14 +12,14 @@ import pytest
 import tiny
 import tiny_paint
 import tutelage
-from tutelage.agent_loop.contract import LoopContext, register
-from tutelage.checkpoint import CheckpointStore
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Episode, Prompt
 from tutelage.errors import UserError
-from tutelage.evaluate import Evaluation, Evaluator
+from tutelage.evaluation.text import Evaluation, Evaluator
 from tutelage.record import RunDirectory
+from tutelage.rollout.contract import LoopContext, register
 
 SECTIONS: dict[str, Any] = {"steps": 3, "validation": {"every": 1, "prompts": 3}, "checkpoint": {"every": 100}}
 FAULTS: list[tuple[int, str, int, type[Exception]]] = []

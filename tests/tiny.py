@@ -22,7 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from tutelage.checkpoint import CheckpointStore, load
+from tutelage.checkpoint.store import CheckpointStore, load
 from tutelage.config.schema import Config
 from tutelage.models.attention import NAME
 from tutelage.models.causal_lm import CausalLM

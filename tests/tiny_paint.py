@@ -17,12 +17,12 @@ from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.trajectory import GroupKey
 from tutelage.engines.contract import Painted, Painting, PaintRequest
 from tutelage.engines.diffusion import DiffusionEngine
+from tutelage.engines.scheduler import InlineScheduler
+from tutelage.loop import Run
 from tutelage.models.flow.base import PipelineModel
 from tutelage.models.flow.sd3 import StableDiffusion3
 from tutelage.queue.contract import BatchRef
-from tutelage.rollout import EpisodeDone
-from tutelage.runtime.inline import InlineScheduler
-from tutelage.train import Run
+from tutelage.rollout.runner import EpisodeDone
 
 STEPS = 4
 PROMPTS = ["a red fox", "two blue cups", "snow", "a green square"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tutelage.api import distill
     from tutelage.config.schema import Config
-    from tutelage.train import resume, train
+    from tutelage.loop import resume, train
 
 __version__ = "0.1.0"
 __all__ = ["Config", "__version__", "distill", "resume", "train"]
@@ -19,8 +19,8 @@ __all__ = ["Config", "__version__", "distill", "resume", "train"]
 _HOMES = {
     "Config": "tutelage.config.schema",
     "distill": "tutelage.api",
-    "resume": "tutelage.train",
-    "train": "tutelage.train",
+    "resume": "tutelage.loop",
+    "train": "tutelage.loop",
 }
 
 

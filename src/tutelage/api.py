@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tutelage.config.schema import Config
+from tutelage.loop import train
 from tutelage.record.lock import locked
 from tutelage.record.run_directory import RunDirectory
-from tutelage.train import train
 
 
 def distill(

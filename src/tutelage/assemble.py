@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tutelage import build
+from tutelage.algorithms.build import painted, reward_pool
 from tutelage.algorithms.contract import Algorithm
-from tutelage.backstage import Backstage, Embedded
-from tutelage.build import Progress, Report, silent, unseen
+from tutelage.backends.contract import Backstage, Embedded
+from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, RunConfig, TextSampling
 from tutelage.data.prompts import PromptSet, PromptStream, load_prompts
 from tutelage.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling, Want
-from tutelage.learning import Learner
+from tutelage.learner.step import Learner
+from tutelage.modality import text as build
+from tutelage.modality.text import Progress, Report, silent, unseen
 from tutelage.models.tokenizers import SafeTokenizer
-from tutelage.optimizer_state import seed_rng
 from tutelage.queue.contract import CountingQueue
 from tutelage.queue.memory import MemoryQueue
-from tutelage.rewards.pool import RewardPool
-from tutelage.rollout import Order, Rollout, Rollouts
-from tutelage.routing import Router
-from tutelage.signals import painted, reward_pool
+from tutelage.rewards.processes.pool import RewardPool
+from tutelage.rollout.runner import Order, Rollout, Rollouts
+from tutelage.routing.router import Router
 from tutelage.teachers.client import TeacherClient
 from tutelage.teachers.pool import TeacherPool
 
@@ -65,7 +65,7 @@ class Parts:
     def _asked(self, step: int) -> tuple[Sampling | Painting, Want]:
         config, payload = self.config, self.algorithm.payload
         if isinstance(config, DiffusionConfig):
-            from tutelage import build_flow
+            from tutelage.modality import diffusion as build_flow
 
             return build_flow.training_painting(config, self.algorithm, step), build_flow.want(self.algorithm)
         assert isinstance(config, Config)
@@ -82,9 +82,9 @@ def assemble(config: RunConfig, report: Report = silent, progress: Progress = un
     """Load models and data, check that they fit together, and connect the parts."""
     build.enter(config)
     if isinstance(config, DiffusionConfig):
-        from tutelage import build_flow  # noqa: F401  # misses its optional packages here, before anything starts
+        from tutelage.modality import diffusion as build_flow  # noqa: F401  # misses its optional packages here, before anything starts
     if config.runtime == "ray":
-        from tutelage.distributed import assemble_on_ray
+        from tutelage.backends.ray.backend import assemble_on_ray
 
         return assemble_on_ray(config, report, progress)
     queue, rewards = MemoryQueue(), reward_pool(config)
@@ -157,7 +157,7 @@ def _writers(
 
 
 def _painters(config: RunConfig, queue: CountingQueue, rewards: RewardPool | None, report: Report) -> _Stage:
-    from tutelage import build_flow  # runs over text do without it
+    from tutelage.modality import diffusion as build_flow  # runs over text do without it
 
     assert isinstance(config, DiffusionConfig)
     prompts = Prompts.load(config, report)

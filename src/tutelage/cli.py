@@ -42,14 +42,14 @@ def train_command(args: argparse.Namespace) -> Callable[[], Path]:
     from tutelage.config.load import load
 
     config = load(args.recipe, args.overrides).config
-    from tutelage.train import train
+    from tutelage.loop import train
 
     return partial(train, config)
 
 
 def resume_command(args: argparse.Namespace) -> Callable[[], Path]:
     run = _existing_run(args.run)
-    from tutelage.train import resume
+    from tutelage.loop import resume
 
     return partial(resume, run, args.steps, args.overrides)
 
@@ -62,7 +62,7 @@ def eval_command(args: argparse.Namespace) -> None:
     if run is None and args.checkpoint is not None:
         raise UserError(f"--checkpoint belongs to a run, and {target} is not a run's directory")
     config = load(run / RUN_CONFIG if run else target, args.overrides).config
-    from tutelage.evaluate import evaluate_run
+    from tutelage.evaluation.text import evaluate_run
 
     measures = evaluate_run(config, run, args.checkpoint or "latest")
     for name, value in measures.items():
@@ -85,20 +85,20 @@ def show_command(args: argparse.Namespace) -> None:
 
 def export_command(args: argparse.Namespace) -> None:
     run = _existing_run(args.run)
-    from tutelage.export import export_run
+    from tutelage.checkpoint.export import export_run
 
     dtype = export_run(run, Path(args.out), args.checkpoint, args.keep_adapter)
     print(f"exported: {args.out} ({dtype})")
 
 
 def plan_command(args: argparse.Namespace) -> int:
+    from tutelage.backends.placement import describe_cluster
     from tutelage.config.load import load
-    from tutelage.runtime.placement import describe_cluster
 
     nodes = describe_cluster(args.cluster) if args.cluster is not None else None
     config = load(args.recipe, [*args.overrides, *(["runtime=ray"] if nodes else [])]).config
     from tutelage.config.schema import Config
-    from tutelage.plan import plan, show
+    from tutelage.planning.plan import plan, show
 
     if not isinstance(config, Config):
         raise UserError(f"{args.recipe}: plans are drawn for students that write; this one paints")

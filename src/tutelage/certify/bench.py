@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tutelage import learning
 from tutelage.algorithms.contract import Algorithm
 from tutelage.certify.scene import PROMPTS, Rows, View, batch, everything, heads, view
 from tutelage.certify.subjects import Subject
@@ -16,9 +15,10 @@ from tutelage.certify.textbook import Scalar, drawn
 from tutelage.certify.toy import TEMPERATURE, VOCABULARY, Cast, Copies, Toy, earlier
 from tutelage.data.ragged import concatenate
 from tutelage.data.trajectory import Batch, Key
+from tutelage.learner import step as learning
 from tutelage.learner import update
+from tutelage.learner.step import Schedule, Trainable
 from tutelage.learner.text import Limits
-from tutelage.learning import Schedule, Trainable
 from tutelage.losses.contract import Loss, LossSum, ModelOut
 
 LIMITS = Limits(micro_batch_tokens=24, logit_tokens=5, temperature=TEMPERATURE, vocabulary=VOCABULARY)

@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tutelage import learning
 from tutelage.certify.bench import LIMITS, Bench, trainable
 from tutelage.certify.scene import Rows, ragged, shaped, view
 from tutelage.certify.subjects import Subject
 from tutelage.certify.toy import RARE, TEMPERATURE, Cast, Toy
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch
+from tutelage.learner import step as learning
 from tutelage.learner import update
 
 SAME = 1e-6

@@ -53,7 +53,7 @@ def resolve(path: str, progress: Progress | None = None) -> Path:
     if path.startswith("pypi:"):
         return _from_package(path, report)
     if path.startswith("toy:"):
-        from tutelage.models.arithmetic import from_toy
+        from tutelage.toys.arithmetic import from_toy
 
         return from_toy(path, report)
     directory = Path(path).expanduser()

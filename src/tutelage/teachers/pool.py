@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tutelage.engines.contract import ScoreRequest, Scores, StepScoreRequest
-from tutelage.routing import Desk, Router
+from tutelage.routing.router import Desk, Router
 
 
 class Scorer(Protocol):

@@ -10,11 +10,11 @@ from tutelage.models.sources import ModelError, Progress
 def pipeline_directory(path: str, report: Progress) -> Path:
     """A directory as it is, or what `toy:digits`, `toy:shapes` and their relatives stand for, made once per machine."""
     if path.startswith("toy:shape"):
-        from tutelage.models.shapes import from_toy as shapes
+        from tutelage.toys.shapes import from_toy as shapes
 
         return shapes(path, report)
     if path.startswith("toy:"):
-        from tutelage.models.digits import from_toy as digits
+        from tutelage.toys.digits import from_toy as digits
 
         return digits(path, report)
     directory = Path(path).expanduser()

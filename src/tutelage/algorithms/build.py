@@ -1,0 +1,208 @@
+"""From the config's words to what judges and what learns: the algorithm, and the rewards."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutelage.algorithms.contract import Algorithm, TeacherHead
+from tutelage.algorithms.distill import distill
+from tutelage.algorithms.grpo import grpo
+from tutelage.algorithms.objectives import OBJECTIVES, Settings
+from tutelage.algorithms.policy import PolicySettings
+from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
+from tutelage.config.diffusion import DiffusionConfig, FlowDistill, FlowGrpo
+from tutelage.config.measures import reward_measure
+from tutelage.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement, RunConfig
+from tutelage.data.trajectory import Episode, Trajectory
+from tutelage.errors import CannotJudge, UserError
+from tutelage.learner.step import Schedule
+from tutelage.rewards.contract import Answer, Media, RewardSpec
+from tutelage.rewards.processes.pool import RewardPool
+from tutelage.rollout.contract import derive_seed
+from tutelage.rollout.scoring import EpisodeJudge
+
+
+def build_algorithm(config: RunConfig, heads: Sequence[TeacherHead] = ()) -> Algorithm:
+    """What the recipe names, ready to use; plugins must have been loaded."""
+    if isinstance(config, DiffusionConfig):
+        return _painting(config)
+    assert isinstance(config, Config)
+    chosen, policy = config.algorithm, policy_settings(config)
+    if isinstance(chosen, Distill):
+        _check_objective(chosen)
+        algorithm = distill(
+            objective=chosen.objective,
+            payload=chosen.payload,
+            form=chosen.form,
+            top_k=chosen.top_k,
+            settings=Settings(chosen.beta, chosen.alpha, chosen.log_prob_floor),
+            discount=chosen.discount,
+            normalise=chosen.normalise,
+            policy=policy,
+            task_weight=chosen.task_weight,
+            heads=heads,
+        )
+        return replace(algorithm, note=algorithm.note + _temperatures(config))
+    if isinstance(chosen, Grpo):
+        return grpo(policy)
+    in_reward = chosen.kl if chosen.kl_in == "reward" else 0.0
+    if isinstance(chosen, Ppo):
+        return ppo(
+            policy,
+            discount=chosen.discount,
+            lam=chosen.gae_lambda,
+            value_clip=chosen.value_clip,
+            kl_in_reward=in_reward,
+        )
+    return reinforce_plus_plus(policy, discount=chosen.discount, kl_in_reward=in_reward)
+
+
+def _temperatures(config: Config) -> str:
+    """What the run's first line adds where student and teacher are compared at different temperatures."""
+    student = config.student_temperature
+    others = {name: config.teacher_temperature(name) for name in config.teachers}
+    others = {name: temperature for name, temperature in others.items() if temperature != student}
+    if not others:
+        return ""
+    listed = ", ".join(f"teacher {name} at {temperature:g}" for name, temperature in others.items())
+    return (
+        f"; temperatures differ: the student is taken at {student:g} (rollout.temperature), {listed}, so a student "
+        "that equals its teacher still moves; "
+        f"teachers.{next(iter(others))}.temperature: match takes both at {student:g}"
+    )
+
+
+def _painting(config: DiffusionConfig) -> Algorithm:
+    from tutelage.algorithms import flow  # runs over text do without it
+
+    chosen, several = config.algorithm, config.algorithm.epochs * config.algorithm.minibatches > 1
+    if isinstance(chosen, FlowDistill):
+        return flow.flow_distill()
+    policy = PolicySettings(baseline=chosen.baseline, scale=chosen.scale, several_updates=several)
+    if isinstance(chosen, FlowGrpo):
+        return flow.flow_grpo(
+            policy, clip=chosen.clip, advantage_clip=chosen.advantage_clip, guard=chosen.guard, kl=chosen.kl
+        )
+    return flow.diffusion_nft(policy, beta=chosen.beta, advantage_clip=chosen.advantage_clip, kl=chosen.kl)
+
+
+def policy_settings(config: Config) -> PolicySettings:
+    """The part of the algorithm's settings that every policy gradient has."""
+    chosen: Policy = config.algorithm
+    shared = PolicySettings(
+        clip_low=chosen.clip_low,
+        clip_high=chosen.clip_high,
+        dual_clip=chosen.dual_clip,
+        aggregation=chosen.aggregation,
+        importance=chosen.importance,
+        importance_cap=chosen.importance_cap,
+        max_tokens=config.rollout.max_tokens,
+        several_updates=chosen.epochs * chosen.minibatches > 1,
+    )
+    if isinstance(chosen, Distill | Grpo):
+        shared = replace(shared, baseline=chosen.baseline, scale=chosen.scale)
+    if isinstance(chosen, Reinforcement):
+        kl = chosen.kl if chosen.kl_in == "loss" else 0.0
+        shared = replace(shared, entropy=chosen.entropy, kl=kl, kl_estimator=chosen.kl_estimator)
+    return shared
+
+
+def schedule(config: RunConfig, step: int) -> Schedule:
+    """How often, and in which parts, the batch of a step is learned from."""
+    chosen = config.algorithm
+    return Schedule(
+        chosen.epochs,
+        chosen.minibatches,
+        derive_seed(config.seed, "minibatches", step) % 2**31,
+        actor=not isinstance(chosen, Ppo) or step > chosen.critic_warmup,
+    )
+
+
+def _check_objective(chosen: Distill) -> None:
+    """A plugin's objective: it must be there, and its form must make sense."""
+    if chosen.objective not in OBJECTIVES:
+        near = difflib.get_close_matches(chosen.objective, OBJECTIVES, n=1)
+        raise UserError(
+            f"algorithm.objective: no objective is named {chosen.objective!r}"
+            + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(OBJECTIVES)}")
+        )
+    sees = OBJECTIVES[chosen.objective].sees
+    fits = {"token": ("auto", "sampled"), "top_k": ("auto", "top_k")}.get(sees)
+    if (fits is not None and chosen.payload not in fits) or (sees == "distribution" and chosen.payload == "sampled"):
+        raise UserError(f"algorithm.payload: {chosen.payload} does not serve {chosen.objective}, which sees the {sees}")
+    if sees != "token" and chosen.form == "policy_gradient":
+        raise UserError(f"algorithm.form: {chosen.objective} sees the {sees}, policy_gradient needs the token")
+
+
+def reward_pool(config: RunConfig) -> RewardPool | None:
+    """The recipe's rewards in processes of their own; none if it names none."""
+    if not config.rewards:
+        return None
+    specs = {
+        name: RewardSpec(**{**dict(reward), "options": _with_toys(reward.options)})
+        for name, reward in config.rewards.items()
+    }
+    return RewardPool(specs, config.plugins, seed=config.seed)
+
+
+def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`toy:` names become the directories that they stand for."""
+    toys = {name: value for name, value in options.items() if isinstance(value, str) and value.startswith("toy:")}
+    if not toys:
+        return dict(options)
+    from tutelage.models.flow.sources import pipeline_directory
+
+    return {**options, **{name: str(pipeline_directory(value, lambda line: None)) for name, value in toys.items()}}
+
+
+Made = Callable[[Trajectory], tuple[str, Media | None]]
+"""What a trajectory made: text, or a picture or video."""
+
+
+def written(decode: Callable[[list[int]], str]) -> Made:
+    return lambda trajectory: (decode(trajectory.tokens[trajectory.mask].tolist()), None)
+
+
+def painted(trajectory: Trajectory) -> tuple[str, Media]:
+    media: Tensor = trajectory.extra["media"]
+    return "", Media(media.numpy().tobytes(), tuple(media.shape))
+
+
+def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJudge:
+    """Rewards what the student made in the trajectory that counts, unless its loop gave a reward itself. `names`: of
+    the run's rewards, in the order of column reward_parts."""
+
+    async def judge(episode: Episode) -> dict[str, Tensor]:
+        trajectory = episode.rewarded
+        if trajectory.reward is not None:
+            nothing = torch.full((len(names),), float("nan"))
+            return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32), "reward_parts": nothing}
+        prompt, (text, media) = episode.prompt, made(trajectory)
+        judgement = await pool.score(
+            Answer(prompt.request, text, prompt.ground_truth, dict(prompt.columns), trajectory.finish, media)
+        )
+        if judgement.reward is None:
+            raise CannotJudge(f"{prompt}: {judgement.failure}")
+        parts = torch.tensor([judgement.parts[name] for name in names], dtype=torch.float32)
+        return {"reward": torch.tensor(judgement.reward, dtype=torch.float32), "reward_parts": parts}
+
+    return judge
+
+
+def part_means(parts: Tensor, weights: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each of several rewards, unweighted: `reward_NAME`; one of weight 0, which is never trained on, is a
+    measure of that NAME. `parts` [episodes, rewards]."""
+    if len(weights) < 2 or len(parts) == 0:
+        return {}
+    named = [reward_measure(name, weight) for name, weight in weights.items()]
+    return dict(zip(named, parts.nanmean(0).tolist(), strict=True))
+
+
+def reward_weights(config: RunConfig) -> dict[str, float]:
+    return {name: reward.weight for name, reward in config.rewards.items()}

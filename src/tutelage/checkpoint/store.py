@@ -1,0 +1,427 @@
+"""Checkpoints that survive being killed at any instant: safetensors and JSON, nothing pickled.
+
+    checkpoints/
+      step-000005/  model.safetensors  optimizer.safetensors  state.json
+      step-000010/  …
+      best.json     {"step": 5, "measure": "kl", "value": 0.38}
+
+A checkpoint is written into a hidden directory, made durable, and appears under its name in one rename, so a name is
+always either absent or complete. Hidden names are what a killed save leaves behind; the next save removes them:
+
+    .writing-step-000010   not finished
+    .trash-step-000005     being deleted
+    .old-step-000010       about to be replaced by a new step-000010; counts as that step while there is no other
+
+Files carry a CRC-32: it finds truncation and damage at less than half the cost of SHA-256. It does not protect from
+forgery, which is not needed, as nothing in a checkpoint is executed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tutelage.checkpoint.tensor_file import Seal, TensorFile, crc_of_file, file_name, write_bytes
+from tutelage.errors import UserError
+
+FORMAT = "tutelage-checkpoint"
+FORMATS = (FORMAT, "understudy-checkpoint")
+"""What is read: also what the project wrote under its former name."""
+VERSION = 1
+STATE = "state.json"
+BEST = "best.json"
+
+_SLACK = 4096
+"""bytes that a file or directory may take beyond its contents"""
+_STEP = re.compile(r"step-(\d{6,})")
+_WRITING, _TRASH, _OLD = ".writing-", ".trash-", ".old-"
+
+
+class CheckpointError(UserError):
+    """A checkpoint that could not be written, found or trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What `load` returns."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    """by file stem (model, optimizer, …), then by name"""
+    state: dict[str, Any]
+    """what the run passed to `save`"""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Which checkpoint is the best one, and by what."""
+
+    step: int
+    measure: str | None = None
+    value: float | None = None
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Reading never writes, so a run under way may be looked at; only one process saves."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        """`directory` holds the step-… directories; `keep` of them stay, besides the best one."""
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.directory = Path(directory)
+        self.keep = keep
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps that have a checkpoint, in ascending order."""
+        return tuple(sorted(self._paths()))
+
+    def latest(self) -> Path:
+        """The checkpoint of the highest step."""
+        return self.named("latest")
+
+    def best(self) -> Path:
+        """The checkpoint marked as best."""
+        return self.named("best")
+
+    def named(self, name: str) -> Path:
+        """Directory of `latest`, `best` or `step-000010`."""
+        paths, mark = self._paths(), self.best_mark()
+        known = {name_of(step): path for step, path in sorted(paths.items())}
+        if mark is not None:
+            known["best"] = paths[mark.step]
+        if paths:
+            known["latest"] = paths[max(paths)]
+        if name not in known:
+            there = f"there are: {', '.join(known)}" if known else "there are none yet"
+            raise CheckpointError(f"no checkpoint {name!r} in {self.directory}; {there}")
+        return known[name]
+
+    def best_mark(self) -> Best | None:
+        """The best checkpoint so far; None before the first one is marked."""
+        paths, mark = self._paths(), self._read_mark()
+        if paths:
+            mark = _mark_in_transit(paths[max(paths)], mark)
+        return mark if mark is not None and mark.step in paths else None
+
+    def mark_best(self, step: int, measure: str | None = None, value: float | None = None) -> None:
+        """Name the best checkpoint, durably; the one named before goes, unless it is among the last `keep`."""
+        self.named(name_of(step))
+        with self._explained(f"{name_of(step)} could not be marked as best"):
+            self._write_mark(Best(step, measure, value))
+            self._prune()
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        *,
+        best: bool = False,
+        measure: str | None = None,
+        value: float | None = None,
+    ) -> Path:
+        """Write one checkpoint (file stem → named tensors, plus JSON-able state) and prune the older ones.
+
+        Tensors may be views into larger storages: only the view's data is written, one tensor in memory at a time.
+        Whatever happens, earlier checkpoints stay as they are until this one is durable. Checkpoints of later steps,
+        left by a run that was resumed from an earlier one, go away then, as they belong to another course of events.
+        """
+        layouts = {f"{stem}.safetensors": TensorFile(stem, named) for stem, named in tensors.items()}
+        seals = {name: Seal(layout.size, 0) for name, layout in layouts.items()}
+        mark = Best(step, measure, value) if best else None
+        _require_json(dict(state), "state")
+        with self._explained(f"{name_of(step)} was not saved"):
+            self.recover()
+        draft = State(step, seals, mark, self.best_mark(), dict(state))
+        needed = len(draft.to_json()) + sum(seal.size for seal in seals.values()) + _SLACK * (len(seals) + 2)
+        target = self.directory / name_of(step)
+        with self._explained(f"{name_of(step)} was not saved", needed):
+            make_durable_directory(self.directory)
+            if shutil.disk_usage(self.directory).free < needed:
+                raise OSError(errno.ENOSPC, "not enough free space")
+            self._write(target, layouts, draft)
+        with self._explained(f"{name_of(step)} is saved, but the other checkpoints could not be tidied up"):
+            if mark is not None:
+                self._write_mark(mark)
+            self.recover()
+            self._forget_after(step)
+            self._prune()
+        return target
+
+    def rewind(self, step: int) -> None:
+        """Forget every checkpoint after `step`: for a run that goes on from an earlier one."""
+        with self._explained(f"could not rewind to {name_of(step)}"):
+            self.recover()
+            self._forget_after(step)
+
+    def recover(self) -> None:
+        """Finish or remove what a killed save left behind. For the one process that saves, at its start."""
+        if not self.directory.is_dir():
+            return
+        for entry in list(self.directory.iterdir()):
+            target = self.directory / entry.name.removeprefix(_OLD)
+            if entry.name.startswith(_OLD) and not target.exists():
+                os.rename(entry, target)
+            elif entry.name.startswith((_WRITING, _TRASH, _OLD)):
+                remove(entry)
+        mark = self.best_mark()
+        if mark is not None and mark != self._read_mark():
+            self._write_mark(mark)
+
+    def _paths(self) -> dict[int, Path]:
+        if not self.directory.is_dir():
+            return {}
+        paths: dict[int, Path] = {}
+        for path in sorted(self.directory.iterdir()):  # ".old-…" sorts before "step-…", which replaces it
+            found = _STEP.fullmatch(path.name.removeprefix(_OLD))
+            if found:
+                paths[int(found[1])] = path
+        return paths
+
+    def _write(self, target: Path, layouts: Mapping[str, TensorFile], draft: State) -> None:
+        writing, old = self.directory / (_WRITING + target.name), self.directory / (_OLD + target.name)
+        try:
+            writing.mkdir()
+            seals = {name: layout.write(writing / name) for name, layout in layouts.items()}
+            write_bytes(writing / STATE, [replace(draft, files=seals).to_json()])
+            _sync_directory(writing)
+            if target.exists():
+                os.rename(target, old)
+            os.rename(writing, target)
+            _sync_directory(self.directory)
+        except BaseException:
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            remove(writing)
+            raise
+
+    def _forget_after(self, step: int) -> None:
+        """Drop later checkpoints, newest first, and go back to the best mark of the time when the first was saved."""
+        later, mark = [at for at in self.steps() if at > step], self.best_mark()
+        if mark is not None and mark.step > step:
+            state, _ = read_state(self._paths()[later[0]])
+            before = state.best_before if state is not None else None
+            self._write_mark(before if before is not None and before.step <= step else None)
+        self._drop(reversed(later))
+
+    def _prune(self) -> None:
+        """Keep the last ones and the best one."""
+        best = self.best_mark()
+        kept = {*self.steps()[-self.keep :], *([best.step] if best else [])}
+        self._drop(old for old in self.steps() if old not in kept)
+
+    def _drop(self, steps: Iterable[int]) -> None:
+        """Take the name away first: a directory that is half deleted must not look like a checkpoint."""
+        for step in list(steps):
+            trash = self.directory / (_TRASH + name_of(step))
+            os.rename(self.directory / name_of(step), trash)
+            _sync_directory(self.directory)
+            remove(trash)
+
+    def _read_mark(self) -> Best | None:
+        path = self.directory / BEST
+        if not path.exists():
+            return None
+        try:
+            return _best_from(json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f'{path} cannot be read: {error!r}; expected {{"step": 10, "measure": "kl", "value": 0.5}}. '
+                "Delete the file to go on without a best checkpoint"
+            ) from error
+
+    def _write_mark(self, mark: Best | None) -> None:
+        path, writing = self.directory / BEST, self.directory / (_WRITING + BEST)
+        if mark is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_bytes(writing, [json.dumps(asdict(mark), allow_nan=False).encode()])
+            os.replace(writing, path)
+        _sync_directory(self.directory)
+
+    @contextmanager
+    def _explained(self, what: str, needed: int | None = None) -> Iterator[None]:
+        """Turn an error of the file system into one that says what it means for the run."""
+        try:
+            yield
+        except OSError as error:
+            message = f"{what} in {self.directory}: {error.strerror or error}"
+            if needed is not None:
+                existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+                message += f" (it needs {needed:,} bytes; {shutil.disk_usage(existing).free:,} are free)"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            cure = "Make room, or keep fewer checkpoints," if full else "Put that right"
+            there = ", ".join(map(name_of, self.steps())) or "none"
+            message += f". Nothing is half written; checkpoints there: {there}. {cure} and resume"
+            raise CheckpointError(message) from error
+
+
+def load(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
+    """Read a checkpoint after checking every file's size and checksum; one that is damaged or foreign is refused."""
+    path = Path(path)
+    state, problems = _verify(path)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    if state is not None and not problems:
+        for name in state.files:
+            try:
+                tensors[Path(name).stem] = load_file(path / name, device=str(device))
+            except (SafetensorError, OSError) as error:
+                problems.append(f"{path / name}: {error}")
+    if state is None or problems:
+        raise CheckpointError(
+            "\n".join([f"checkpoint {path} cannot be used:", *(f"  {p}" for p in problems), advice(path)])
+        )
+    return Checkpoint(state.step, tensors, state.state)
+
+
+def name_of(step: int) -> str:
+    """10 → step-000010"""
+    if step < 0:
+        raise ValueError(f"a step is not negative, got {step}")
+    return f"step-{step:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What state.json holds. Written last: its presence says that the other files are there."""
+
+    step: int
+    files: dict[str, Seal]
+    best: Best | None
+    """set if this checkpoint was the best one when it was saved"""
+    best_before: Best | None
+    """the mark that `best` replaces: as long as best.json still says this, the save was killed before it got there"""
+    state: dict[str, Any]
+
+    def to_json(self) -> bytes:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**body, "crc32": f"{_crc_of(body):08x}"}, indent=1, allow_nan=False).encode()
+
+
+def read_state(directory: Path) -> tuple[State | None, str]:
+    """What state.json says, or None and what is wrong with it."""
+    path = directory / STATE
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None, f"{path}: missing, so this is no finished checkpoint of tutelage"
+    except (OSError, ValueError) as error:
+        return None, f"{path}: cannot be read as JSON, probably cut off: {error}"
+    if not isinstance(raw, dict) or raw.get("format") not in FORMATS:
+        return None, f'{path}: not written by tutelage (expected "format": "{FORMAT}")'
+    if raw.get("version") != VERSION:
+        version = raw.get("version")
+        return None, f"{path}: format version {version!r}, expected {VERSION}: use the tutelage that wrote it"
+    if raw.pop("crc32", None) != f"{_crc_of(raw):08x}":
+        return None, f"{path}: checksum differs, the file was altered after it was written"
+    try:
+        files = {file_name(name): Seal(**seal) for name, seal in raw["files"].items()}
+        best, before = (None if raw[key] is None else _best_from(raw[key]) for key in ("best", "best_before"))
+        return State(raw["step"], files, best, before, raw["state"]), ""
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return None, f"{path}: not as tutelage writes it: {error!r}"
+
+
+def _verify(path: Path) -> tuple[State | None, list[str]]:
+    """Everything that is wrong with a checkpoint, each with the file's name."""
+    if not path.is_dir():
+        return None, [f"{path}: no such directory"]
+    state, wrong = read_state(path)
+    if state is None:
+        return None, [wrong]
+    problems: list[str] = []
+    for name, seal in state.files.items():
+        try:
+            problems += damage(path / name, seal)
+        except OSError as error:
+            problems.append(f"{path / name}: cannot be read: {error.strerror}")
+    return state, problems
+
+
+def damage(file: Path, seal: Seal) -> list[str]:
+    if not file.is_file():
+        return [f"{file}: missing"]
+    size = file.stat().st_size
+    if size != seal.size:
+        return [f"{file}: {size:,} bytes, expected {seal.size:,}: cut off or replaced"]
+    if crc_of_file(file) != seal.crc32:
+        return [f"{file}: checksum differs, the file was altered after it was written"]
+    return []
+
+
+def advice(path: Path) -> str:
+    """What to do about a damaged checkpoint: the newest other one that is whole."""
+    others = CheckpointStore(path.parent, 1)._paths()
+    for step in sorted(others, reverse=True):
+        state, problems = (None, []) if others[step] == path else _verify(others[step])
+        if state is not None and not problems:
+            return f"resume from {name_of(step)}, which is intact"
+    return "no other checkpoint beside it is intact: start the run again, or restore the directory from a copy"
+
+
+def _mark_in_transit(newest: Path, mark: Best | None) -> Best | None:
+    """The mark that best.json should carry, if a save was killed between the checkpoint's rename and best.json's."""
+    state, _ = read_state(newest)
+    in_transit = state is not None and state.best is not None and state.best_before == mark
+    return state.best if state is not None and in_transit else mark
+
+
+def _best_from(raw: Mapping[str, Any]) -> Best:
+    return Best(int(raw["step"]), raw["measure"], raw["value"])
+
+
+def _require_json(value: Any, where: str) -> None:
+    """JSON would turn integer keys into strings without a word, and its errors do not say where."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}; keys must be strings")
+            _require_json(inner, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            _require_json(inner, f"{where}[{i}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise TypeError(f"{where} is a {type(value).__name__}; JSON holds strings, numbers, booleans, lists and dicts")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, which JSON cannot hold")
+
+
+def _crc_of(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def make_durable_directory(path: Path) -> None:
+    if not path.is_dir():
+        path.mkdir(parents=True)
+        _sync_directory(path.parent)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,381 @@
+"""Held-out measures, taken through the same loop, teachers and queue as training.
+
+- kl: KL(student‖teacher) on the student's own samples, full vocabulary, temperature 1, fixed seeds;
+- kl_fixed: KL(teacher‖student) on continuations that the teacher wrote once, the same text every time;
+- top1_agreement: how often both would pick the same token of that text;
+- reward: mean task reward of the samples, where the recipe has rewards; entropy and length of the samples beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tutelage.algorithms.build import part_means, reward_weights
+from tutelage.algorithms.contract import Episodes
+from tutelage.assemble import Parts, assemble
+from tutelage.backends.interrupt import run_to_end
+from tutelage.checkpoint.store import CheckpointStore
+from tutelage.config.diffusion import DiffusionConfig
+from tutelage.config.schema import Config, RunConfig
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
+from tutelage.engines.contract import GenerateRequest, Sampling, Want
+from tutelage.errors import UserError
+from tutelage.queue.contract import BatchRef, SampleQueue
+from tutelage.record.run_directory import EvalSample
+from tutelage.rollout.contract import derive_seed, render_prompt
+from tutelage.rollout.runner import Order
+from tutelage.rollout.scoring import EpisodeScorer, scoring_tasks
+from tutelage.rollout.worker import EpisodeFailure
+
+BASE = ("tokens", "mask", "behaviour_logp")
+TEACHER = ("teacher_hidden", "teacher_index")
+REWARD = ("reward", "reward_parts")
+FULL = Want(hidden=True)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One look at the held-out prompts."""
+
+    metrics: dict[str, float]
+    samples: list[EvalSample] = field(default_factory=list)
+    """what a student that writes answered"""
+    pictures: Pictures | None = None
+    """what one that paints made"""
+    retried: tuple[str, ...] = ()
+    """why prompts had to be run again"""
+    failed: tuple[str, ...] = ()
+    """why prompts are left out of the measures"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    prompts: list[str]
+    media: Tensor
+    """uint8 [prompts, …]: the first sample of each prompt"""
+    stages: Tensor
+    """uint8 [steps + 1, …]: how the first of them came about"""
+
+
+class Evaluates(Protocol):
+    """Evaluates the student as it is now; needs a running scheduler."""
+
+    async def __call__(self) -> Evaluation: ...
+
+
+def evaluator(
+    parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None, *, keep: bool = True
+) -> Evaluates:
+    """What fits the student: `Evaluator` for one that writes, `PictureEvaluator` for one that paints. Without `keep`
+    nothing is written to the directory."""
+    if isinstance(parts.config, DiffusionConfig):
+        from tutelage.evaluation.images import PictureEvaluator
+
+        return PictureEvaluator(parts, parts.config, progress)
+    return Evaluator(parts, directory, progress, keep=keep)
+
+
+class EvaluationFailed(UserError):
+    """More held-out prompts failed than validation.max_failed_prompts allows."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """What became of held-out prompts."""
+
+    ref: BatchRef
+    """rows of those that did not fail"""
+    retried: list[str] = field(default_factory=list)
+    """why prompts were run again"""
+
+    @property
+    def failed(self) -> list[str]:
+        """Why prompts failed for good."""
+        return [failure.reason for failure in self.ref.failed]
+
+    def metrics(self) -> dict[str, float]:
+        return {"failed_prompts": float(len(self.failed))} if self.failed else {}
+
+
+async def run_prompts(
+    parts: Parts, order: Order, prompts: Sequence[Prompt], needs: Sequence[str], tell: Callable[[], None]
+) -> Answers:
+    """Run held-out prompts, those that fail again, and leave out what fails for good. EvaluationFailed if that is more
+    than the recipe allows. `tell` is called whenever an episode ends for the first time."""
+    settings, traces = parts.config.validation, dict[str, str]()
+
+    async def run(order: Order, prompts: Sequence[Prompt]) -> BatchRef:
+        async def work() -> None:
+            async for outcome in parts.rollout.run(order, prompts):
+                if order.attempt == 0:
+                    tell()
+                if isinstance(outcome, EpisodeFailure):
+                    traces[outcome.reason] = outcome.detail
+
+        groups = [GroupKey(order.partition, prompt.uid) for prompt in prompts]
+        return await filled(parts.queue, groups, order.samples, needs, work)
+
+    found = Answers(await run(order, prompts))
+    for _ in range(settings.retries):
+        if not found.ref.failed:
+            break
+        again, order = {failure.group.uid for failure in found.ref.failed}, order.again()
+        found.retried += found.failed
+        more = await run(order, [prompt for prompt in prompts if prompt.uid in again])
+        found.ref = replace(found.ref, failed=()).joined(more)
+    if len(found.failed) > settings.max_failed_prompts or not found.ref.keys:
+        await parts.queue.clear(found.ref)
+        reasons = list(dict.fromkeys(found.failed))[:5]
+        raise EvaluationFailed(
+            f"validation failed: {len(found.failed)} of {len(prompts)} prompts, validation.max_failed_prompts allows "
+            f"{settings.max_failed_prompts}:\n  " + "\n  ".join(f"{r}\n{traces.get(r, '')}".rstrip() for r in reasons)
+        )
+    return found
+
+
+async def filled(
+    queue: SampleQueue,
+    groups: Sequence[GroupKey],
+    samples: int,
+    needs: Sequence[str],
+    work: Callable[[], Awaitable[None]],
+) -> BatchRef:
+    """Open groups, do the work that fills them, and take them. If the work raises, no group stays open: a later
+    evaluation would take it for one of its own."""
+    await asyncio.gather(*(queue.open(group, samples) for group in groups))
+    try:
+        await work()
+    except Exception:
+        for group in groups:
+            await queue.fail(group, "the evaluation was given up")
+        await queue.take(groups[0].partition, needs, len(groups))
+        raise
+    return await queue.take(groups[0].partition, needs, len(groups))
+
+
+def no_heldout() -> UserError:
+    return UserError("data.validation is not set: there are no held-out prompts to evaluate on")
+
+
+class Evaluator:
+    """Evaluates the student as it is now. Teacher continuations are made on first use and, with `keep`, written to
+    `directory`; those that are there are read."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        directory: Path,
+        progress: Progress = lambda label, done, total: None,
+        *,
+        keep: bool = True,
+    ) -> None:
+        if parts.heldout is None:
+            raise no_heldout()
+        assert isinstance(parts.config, Config)
+        assert parts.tokenizer is not None
+        self.parts, self.config, self.tokenizer = parts, parts.config, parts.tokenizer
+        self.settings = parts.config.validation
+        wanted = self.settings.prompts or len(parts.heldout)
+        self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
+        self.file = directory / f"teacher_text-{self._fingerprint()}.safetensors"
+        self.progress, self.keep = progress, keep
+        self._fixed: BatchRef | None = None
+        self._uids = itertools.count()
+
+    def _fingerprint(self) -> str:
+        """Of everything that decides the teacher's text, so that text made for other settings is not taken for it."""
+        parts, limit = self.parts, self.config.data.max_prompt_tokens
+        taught = bool(parts.config.teachers)
+        prompts = [
+            (
+                prompt.source,
+                prompt.row,
+                self.config.teachers[parts.teachers.route(prompt)].path if taught else "",
+                render_prompt(self.tokenizer, prompt, limit).tolist(),
+            )
+            for prompt in self.prompts
+        ]
+        return f"{derive_seed(parts.config.seed, self.settings.max_tokens, prompts):016x}"
+
+    async def __call__(self) -> Evaluation:
+        """Needs a running scheduler."""
+        parts = self.parts
+        await parts.backstage.forget_prefixes()
+        prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
+        answers = await self._answer(prompts)
+        try:
+            own = await parts.backstage.measure(answers.ref, (*BASE, *(TEACHER if self.taught else ())))
+            batch = await parts.queue.get(answers.ref, ("tokens", "mask", *(REWARD if parts.config.rewards else ())))
+        finally:
+            await parts.queue.clear(answers.ref)
+        metrics: dict[str, float] = {}
+        if self.taught:
+            fixed = await parts.backstage.measure(await self._fixed_text(), (*BASE, *TEACHER))
+            metrics["kl"] = _mean(own["kl"])
+            metrics["kl_fixed"] = _mean(fixed["kl_forward"])
+            metrics["top1_agreement"] = _mean(fixed["top1_agreement"])
+        if "reward" in batch.rows:
+            last = Episodes.of(batch).reward_row
+            metrics["reward"] = float(batch.rows["reward"][last].double().mean())
+            metrics |= part_means(batch.rows["reward_parts"][last], reward_weights(parts.config))
+        metrics["entropy"] = _mean(own["entropy"])
+        metrics["length"] = float(own["entropy"].lengths.double().mean())
+        samples = self._samples(prompts, batch, own["kl"] if self.taught else None)
+        metrics |= answers.metrics()
+        return Evaluation(metrics, samples, retried=tuple(answers.retried), failed=tuple(answers.failed))
+
+    @property
+    def taught(self) -> bool:
+        return bool(self.parts.config.teachers)
+
+    async def _answer(self, prompts: Sequence[Prompt]) -> Answers:
+        """The student answers every held-out prompt with seeds that depend on the prompt alone."""
+        order = Order("validation", 1, self.parts.sampling(self.settings), FULL, self.parts.config.seed)
+        needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if self.parts.config.rewards else ()))
+        done = itertools.count(1)
+        return await run_prompts(
+            self.parts,
+            order,
+            prompts,
+            needs,
+            lambda: self.progress("evaluating: answers", next(done), len(prompts)),
+        )
+
+    async def _fixed_text(self) -> BatchRef:
+        """Teacher continuations with the teacher's hidden states; the text is written once and then read. Its rows stay
+        in the queue from the first evaluation on."""
+        if self._fixed is None:
+            rows = self._read() or await self._write()
+            await self.parts.backstage.forget_prefixes()  # written or read, the text is scored alike
+            self._fixed = await self._scored(rows)
+        return self._fixed
+
+    async def _scored(self, rows: Sequence[Trajectory]) -> BatchRef:
+        """The rows in the queue, with the teacher's hidden states; all of them, or none."""
+        scorer = EpisodeScorer(self.parts.queue, (partial(self.parts.teachers.score, want=FULL),))
+
+        async def work() -> None:
+            async with scoring_tasks() as tasks:
+                for number, (prompt, row) in enumerate(zip(self.prompts, rows, strict=True)):
+                    tasks.create_task(scorer(Episode(EpisodeKey("fixed", number, 0), prompt, (row,)), step=-1))
+
+        groups = [GroupKey("fixed", number) for number in range(len(rows))]
+        for left in range(self.settings.retries, -1, -1):
+            ref = await filled(self.parts.queue, groups, 1, (*BASE, *TEACHER), work)
+            if not ref.failed:
+                break
+            await self.parts.queue.clear(ref)
+            if left == 0:
+                raise EvaluationFailed(f"validation failed: {ref.failed[0].reason}")
+        return ref
+
+    def _read(self) -> list[Trajectory] | None:
+        if not self.file.exists():
+            return None
+        try:
+            kept = load_file(self.file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.file} cannot be read ({error}): remove it, and it is made again") from error
+        tokens, masks = (Ragged(kept[name], kept[f"{name}_offsets"]).rows() for name in ("tokens", "mask"))
+        return [_given(t, m) for t, m in zip(tokens, masks, strict=True)]
+
+    async def _write(self) -> list[Trajectory]:
+        rows = await asyncio.gather(*(self._continue(prompt, number) for number, prompt in enumerate(self.prompts)))
+        self.progress("evaluating: teacher text", len(rows), len(rows))
+        if not self.keep:
+            return list(rows)
+        tokens = Ragged.from_rows([r.tokens for r in rows], dtype=torch.int64)
+        mask = Ragged.from_rows([r.mask for r in rows], dtype=torch.bool)
+        content = {
+            "tokens": tokens.values,
+            "tokens_offsets": tokens.offsets,
+            "mask": mask.values,
+            "mask_offsets": mask.offsets,
+        }
+        temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(content, temporary)
+            temporary.replace(self.file)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"the teacher's text could not be written to {self.file}: {error}") from error
+        return list(rows)
+
+    async def _continue(self, prompt: Prompt, number: int) -> Trajectory:
+        """What the prompt's own teacher writes after it, at temperature 1 and of forced length."""
+        parts = self.parts
+        tokens = render_prompt(self.tokenizer, prompt, parts.config.data.max_prompt_tokens)
+        length = self.settings.max_tokens
+        sampling = Sampling(min_tokens=length, max_tokens=length, stop_ids=self.tokenizer.eos_ids)
+        key = EpisodeKey("fixed", number, 0)
+        seed = derive_seed(parts.config.seed, "fixed", prompt.source, prompt.row)
+        request = GenerateRequest("/".join(map(str, key)), tokens, sampling, seed, key)
+        answer = await parts.backstage.write(parts.teachers.route(prompt), request)
+        mask = torch.zeros(len(tokens) + len(answer.tokens), dtype=torch.bool)
+        mask[len(tokens) :] = True
+        return _given(torch.cat([tokens, answer.tokens]), mask)
+
+    def _samples(self, prompts: Sequence[Prompt], batch: Batch, divergence: Ragged | None) -> list[EvalSample]:
+        """The answer to each prompt (its first trajectory), as text with a divergence for every token (0 without a
+        teacher)."""
+        samples = []
+        by_uid = {key.uid: row for row, key in reversed(list(enumerate(batch.keys)))}
+        for number, prompt in enumerate(prompts):
+            if prompt.uid not in by_uid:
+                continue
+            row = by_uid[prompt.uid]
+            ids = batch.columns["tokens"].row(row)[batch.columns["mask"].row(row)].tolist()
+            pieces = tuple(self.tokenizer.pieces(ids))
+            values = _floats(divergence.row(row)) if divergence is not None else (0.0,) * len(pieces)
+            samples.append(EvalSample(number, prompt.request, pieces, values))
+        return samples
+
+
+def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[str, float]:
+    """Measures of a run's checkpoint, or of an untrained student when `run` is None. A run may be under way: nothing is
+    written to its directory."""
+    from tutelage.record.display import Display
+
+    with Display(0, f"eval {config.name}") as display:
+        parts, path = assemble(config, display.note, display.progress), None
+        if run is not None:
+            path = CheckpointStore(run / "checkpoints", config.checkpoint.keep).named(checkpoint)
+        directory = (run or Path(config.out) / config.name) / "validation"
+
+        async def go() -> Evaluation:
+            async with parts.backstage.running():
+                if path is not None:
+                    await parts.backstage.restore(path)
+                    await parts.backstage.publish(0)
+                async with parts.backstage.averaged(0):
+                    return await evaluator(parts, directory, display.progress, keep=run is None)()
+
+        return run_to_end(go()).metrics
+
+
+def _given(tokens: torch.Tensor, mask: torch.Tensor) -> Trajectory:
+    actions = int(mask.sum())
+    return Trajectory(tokens, mask, torch.zeros(actions), torch.zeros(actions, dtype=torch.int32))
+
+
+def _mean(column: Ragged) -> float:
+    return float(column.values.double().mean())
+
+
+def _floats(values: torch.Tensor) -> tuple[float, ...]:
+    return tuple(values.tolist())

@@ -1,0 +1,422 @@
+"""What a recipe will do, before it does it: the graph of a step, what travels through it, and the memory it takes.
+
+The algorithm is the one that the run will use; what it adds to a batch is found by giving it two made-up rows. Models
+are built from their config.json on torch's meta device: shapes without weights, so nothing is loaded, made or fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from tutelage.algorithms.build import build_algorithm, schedule
+from tutelage.algorithms.contract import Algorithm, Episodes, Signal
+from tutelage.backends.places import Node
+from tutelage.config.pools import pool_members
+from tutelage.config.schema import Config, Model, Ppo, Reinforcement
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey
+from tutelage.errors import UserError
+from tutelage.modality.text import load_plugin
+from tutelage.models.sizes import Sizes, model_sizes
+from tutelage.models.sources import ModelError
+from tutelage.planning.cluster import ClusterPlan, plan_cluster, show_cluster
+from tutelage.planning.memory import Item, available_memory, embedded_memory, readable
+
+WIDE = 200
+"""Characters of a line where nobody looks on: a pipe or a file."""
+
+Place = Literal["queue", "learner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of a step."""
+
+    name: str
+    detail: str
+    parts: tuple[Stage, ...] = ()
+    """what happens side by side within it"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedColumn:
+    """One column of the batch."""
+
+    name: str
+    producer: str
+    span: str
+    dtype: str
+    bytes: int | None
+    """of one value of its span: per token, per action or per row; None where a model's width is not known yet"""
+    place: Place
+    """it travels through the queue, or is added where the update is made"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `tutelage plan` prints."""
+
+    name: str
+    note: str
+    """what is optimised, and whether exactly"""
+    graph: tuple[Stage, ...]
+    not_computed: tuple[str, ...]
+    """parts of a step that no loss of this recipe needs"""
+    columns: tuple[PlannedColumn, ...]
+    rows: int
+    """trajectories of a step, one per episode"""
+    answer_tokens: int
+    """actions of the longest answer"""
+    models: tuple[Item, ...]
+    """memory of everything but the columns"""
+    available: int | None
+    """bytes that this machine can give; None where it does not tell"""
+    cluster: ClusterPlan | None = None
+    """where replicas live and what each device holds, if the run is not in one process"""
+
+    @property
+    def bytes_per_action(self) -> int | None:
+        """Of all columns: an action's own values, and those of the token that it is."""
+        return _sum(column.bytes for column in self.columns if column.span != "row")
+
+    @property
+    def bytes_per_row(self) -> int | None:
+        return _sum(column.bytes for column in self.columns if column.span == "row")
+
+    @property
+    def step_bytes(self) -> int | None:
+        """All columns of a step in which every answer is as long as it may be; prompts are not counted."""
+        action, row = self.bytes_per_action, self.bytes_per_row
+        return None if action is None or row is None else self.rows * (self.answer_tokens * action + row)
+
+    @property
+    def memory(self) -> tuple[Item, ...]:
+        how = f"{self.rows:,} rows × {self.answer_tokens:,} actions, the longest answers"
+        return (*self.models, Item("columns of a step", self.step_bytes, how))
+
+    @property
+    def total(self) -> int:
+        """Memory of all that is known."""
+        return sum(item.bytes or 0 for item in self.memory)
+
+    @property
+    def complete(self) -> bool:
+        """The total lacks nothing."""
+        return all(item.bytes is not None for item in self.memory)
+
+    @property
+    def too_large(self) -> bool:
+        return self.available is not None and self.total > self.available
+
+    @property
+    def fits(self) -> bool:
+        """Every replica has a place."""
+        return self.cluster is None or self.cluster.refusal is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that is printed, and the sums. Sizes are in bytes; null is not known yet."""
+        return {
+            **{name: value for name, value in asdict(self).items() if name not in ("models", "cluster")},
+            "bytes_per_action": self.bytes_per_action,
+            "bytes_per_row": self.bytes_per_row,
+            "step_bytes": self.step_bytes,
+            "memory": [asdict(item) for item in self.memory],
+            "total": self.total,
+            "complete": self.complete,
+            "too_large": self.too_large,
+            "cluster": None if self.cluster is None else self.cluster.as_json(),
+            "fits": self.fits,
+        }
+
+
+def plan(config: Config, nodes: Sequence[Node] | None = None) -> Plan:
+    """Work everything out, on a cluster of those nodes if the runtime is one. Raises UserError with all models that
+    cannot be used."""
+    for file in config.plugins:
+        load_plugin(file)
+    algorithm, sizes = build_algorithm(config), _all_sizes(config)
+    embedded = config.runtime == "inline"
+    return Plan(
+        name=config.name,
+        note=algorithm.note,
+        graph=_graph(config, algorithm),
+        not_computed=_not_computed(config, algorithm),
+        columns=(*_travelling(config, algorithm, sizes), *_added(algorithm)),
+        rows=config.prompts_per_step * config.rollout.samples,
+        answer_tokens=config.rollout.max_tokens,
+        models=tuple(embedded_memory(config, algorithm, sizes)) if embedded else (),
+        available=available_memory() if embedded else None,
+        cluster=None if embedded else plan_cluster(config, algorithm, sizes, nodes),
+    )
+
+
+def _graph(config: Config, algorithm: Algorithm) -> tuple[Stage, ...]:
+    rollout, episodes = config.rollout, config.prompts_per_step * config.rollout.samples
+    sampled = (
+        f"{rollout.samples} {'samples' if rollout.samples > 1 else 'sample'} each, up to {rollout.max_tokens} tokens"
+    )
+    engines = config.pools[config.engine.pool].replicas if config.runtime == "ray" else 1
+    slots = f"{engines} × {config.engine.slots}" if engines > 1 else f"{config.engine.slots}"
+    together = min(engines * config.engine.slots, episodes)
+    acts = f"student, {rollout.agent_loop}: {sampled}; {together} at a time in {slots} slots"
+    waits = ", ".join(algorithm.needs)
+    stages = [
+        Stage("prompts", f"{config.prompts_per_step} a step from {config.data.train}"),
+        Stage("rollout", acts),
+        Stage("scoring", "each episode as soon as it ends", tuple(_scoring(config, algorithm))),
+        Stage("queue", f"waits for whole groups with {waits}"),
+        Stage("signal", "held fixed during the updates", tuple(_signal(algorithm))),
+        _updates(config, algorithm),
+        Stage("publish", _publication(config)),
+    ]
+    return tuple(stage for stage in stages if stage.parts or stage.name not in ("scoring", "signal"))
+
+
+def _publication(config: Config) -> str:
+    if config.runtime == "inline":
+        return "the engine goes on with the new weights; runtime inline: one process for all models"
+    loaded = f"the student's engines load the new weights within {config.ray.publish_deadline:g} s"
+    return f"{loaded}; runtime ray: pools {', '.join(config.pools)}"
+
+
+def _scoring(config: Config, algorithm: Algorithm) -> Iterator[Stage]:
+    if "reward" in algorithm.needs:
+        named = ", ".join(f"{name} ({r.function}, weight {r.weight:g})" for name, r in config.rewards.items())
+        yield Stage("rewards", f"{named}, in processes of their own")
+    k = algorithm.top_k
+    sent = {
+        "none": "nothing",
+        "sampled": "the log-prob of the sampled token",
+        "top_k": f"its {k} likeliest tokens",
+        "student_top_k": f"the log-probs of the student's {k} likeliest tokens",
+        "union": f"its {k} likeliest tokens and the log-probs of the student's {k}",
+        "full": "final hidden states, which stand for the full distribution",
+    }[algorithm.payload]
+    judged = [name for name in algorithm.needs if COLUMNS[name].producer == "teachers" and name != "reference_logp"]
+    for name in config.teachers:
+        yield Stage(f"teacher {name}", f"payload {algorithm.payload}: {sent} ({', '.join(judged)})")
+    if "reference_logp" in algorithm.needs:
+        yield Stage("reference", "the student as it was before training: log-prob of the sampled token")
+
+
+def _signal(algorithm: Algorithm) -> Iterator[Stage]:
+    if "old_logp" in algorithm.derives:
+        yield Stage("old log-probs", "a forward pass of the student with the weights of before the updates")
+    if "values" in algorithm.derives:
+        yield Stage("values", "a forward pass of the critic")
+    sources = [("rewards and groups", algorithm.over_rows), ("per-action columns", algorithm.over_columns)]
+    if used := [source for source, function in sources if function is not None]:
+        yield Stage("advantages", f"from {', then from '.join(used)}")
+
+
+def _updates(config: Config, algorithm: Algorithm) -> Stage:
+    times = schedule(config, 1)
+    minibatches = f"{times.minibatches} mini-batch{'es' if times.minibatches > 1 else ''}"
+    epochs = f"{times.epochs} epoch{'s' if times.epochs > 1 else ''}"
+    parts = [Stage(f"loss {loss.name}", f"coefficient {loss.coefficient:g}") for loss in algorithm.losses]
+    chosen = config.algorithm
+    if isinstance(chosen, Reinforcement):
+        if chosen.kl > 0:
+            how = f"{chosen.kl_estimator}, in the loss" if chosen.kl_in == "loss" else "k1, taken off the reward"
+            parts.append(Stage("KL to the reference", f"coefficient {chosen.kl:g} ({how})"))
+        if chosen.entropy > 0:
+            parts.append(Stage("entropy bonus", f"coefficient {chosen.entropy:g}"))
+    warmup = (
+        f", alone in the first {chosen.critic_warmup} steps" if isinstance(chosen, Ppo) and chosen.critic_warmup else ""
+    )
+    for loss in algorithm.critic_losses:
+        parts.append(Stage(f"critic: loss {loss.name}", f"coefficient {loss.coefficient:g}, updated first{warmup}"))
+    return Stage("updates", f"{epochs} × {minibatches}", tuple(parts))
+
+
+def _not_computed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
+    computed = {
+        "rewards": "reward" in algorithm.needs,
+        "teachers": bool(config.teachers),
+        "reference": "reference_logp" in algorithm.needs,
+        "old log-probs": "old_logp" in algorithm.derives,
+        "values": "values" in algorithm.derives,
+        "advantages": algorithm.over_rows is not None or algorithm.over_columns is not None,
+    }
+    return tuple(name for name, needed in computed.items() if not needed)
+
+
+def _travelling(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None]) -> Iterator[PlannedColumn]:
+    """What rows carry through the queue: what every row has, what the algorithm waits for, and who judged it."""
+    present = {*algorithm.needs, *(["teacher_index"] if config.teachers else [])}
+    widths = [None if size is None else size.width for key, size in sizes.items() if key != "student"]
+    width = max((each for each in widths if each is not None), default=None) if None not in widths else None
+    for name, column in COLUMNS.items():
+        if column.dtype is not None and (name in present or not column.optional):
+            wide = width if name == "teacher_hidden" else algorithm.top_k or None
+            dims = [wide if dim is None else dim for dim in column.trailing or ()]
+            producer = "reference" if name == "reference_logp" else column.producer
+            yield _column(name, producer, column.span, column.dtype, dims, "queue")
+
+
+def _added(algorithm: Algorithm) -> Iterator[PlannedColumn]:
+    """What the learner adds, found out on two rows of three actions, in the order of a step."""
+    batch = _made_up(algorithm.needs)
+    actions = batch.columns["behaviour_logp"]
+    for derived in algorithm.derives:
+        batch = Signal(columns={derived: actions}).added_to(batch)
+        producer = "critic" if derived == "values" else "student"
+        yield _column(derived, producer, "action", torch.float32, [], "learner")
+    signals: list[Signal] = []
+    if algorithm.over_rows is not None:
+        signals.append(algorithm.over_rows(batch.rows, Episodes.of(batch)))
+        batch = signals[-1].added_to(batch)
+    if algorithm.over_columns is not None:
+        signals.append(algorithm.over_columns(batch))
+    if algorithm.aggregate is not None:
+        signals.append(Signal(columns=algorithm.aggregate(actions.lengths)))
+    for signal in signals:
+        for name, values in signal.rows.items():
+            yield _column(name, "algorithm", "row", values.dtype, values.shape[1:], "learner")
+        for name, column in signal.columns.items():
+            yield _column(name, "algorithm", "action", column.values.dtype, column.trailing, "learner")
+
+
+def _column(
+    name: str, producer: str, span: str, dtype: torch.dtype, dims: Sequence[int | None], place: Place
+) -> PlannedColumn:
+    known = [dim for dim in dims if dim is not None]
+    each = dtype.itemsize * prod(known) if len(known) == len(dims) else None
+    return PlannedColumn(name, producer, span, str(dtype).removeprefix("torch."), each, place)
+
+
+def _made_up(needs: Iterable[str]) -> Batch:
+    """A group of two episodes with one prompt token and three actions each."""
+    columns: dict[str, Ragged] = {}
+    rows: dict[str, Tensor] = {}
+    lengths = {"sequence": 4, "action": 3, "step": 3, "row": 1}
+    for column in (COLUMNS[name] for name in needs):
+        shape = (2 * lengths[column.span], *(2 if dim is None else dim for dim in column.trailing or ()))
+        values = torch.linspace(-1.0, -0.5, prod(shape)).reshape(shape).to(column.dtype)
+        if column.name == "mask":
+            values = torch.tensor([False, True, True, True] * 2)
+        if column.span == "row":
+            rows[column.name] = values
+        else:
+            columns[column.name] = Ragged(values, torch.arange(3) * lengths[column.span])
+    keys = tuple(EpisodeKey("train", 0, sample).trajectory(0) for sample in (0, 1))
+    return Batch(keys, columns, rows)
+
+
+def _all_sizes(config: Config) -> dict[str, Sizes | None]:
+    """By key of the recipe. All models that cannot be used are reported together."""
+    models: dict[str, Model] = {"student": config.student}
+    models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+    sizes: dict[str, Sizes | None] = {}
+    mistakes: list[str] = []
+    for key, settings in models.items():
+        try:
+            sizes[key] = _sizes(config, key, settings)
+        except ModelError as error:
+            mistakes.append(f"{key}: {error}")
+    if mistakes:
+        many = f"{len(mistakes)} models cannot be used:\n  " if len(mistakes) > 1 else ""
+        raise UserError(many + "\n  ".join(mistakes))
+    return sizes
+
+
+def _sizes(config: Config, key: str, settings: Model) -> Sizes | None:
+    """In the dtype that the model has where it lives."""
+    lora = config.student.lora if key == "student" else None
+    member = "engine.pool" if key == "student" else f"{key}.pool"
+    on_gpu = config.runtime == "ray" and any(
+        config.pools[each.pool].device == "gpu" for each in pool_members(config) if each.key == member
+    )
+    if not on_gpu:
+        return model_sizes(settings, lora)
+    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    return model_sizes(settings.model_copy(update={"dtype": dtype}), lora, "cuda")
+
+
+def show(planned: Plan, console: Console | None = None) -> None:
+    """The note, the graph, the columns, the memory or the placement."""
+    if console is None:
+        console = Console(highlight=False)
+        console = console if console.is_terminal else Console(highlight=False, width=WIDE)
+    for line in (f"{planned.name}: {planned.note}", "", *graph_lines(planned), ""):
+        console.print(Text(line), soft_wrap=True)
+    console.print(_column_table(planned))
+    console.print(Text(_column_totals(planned)), soft_wrap=True)
+    console.print()
+    if planned.cluster is not None:
+        show_cluster(planned.cluster, console)
+        return
+    console.print(_memory_table(planned))
+    for line, style in _verdict(planned):
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def graph_lines(planned: Plan) -> list[str]:
+    """The step from top to bottom; what happens side by side is indented."""
+    lines: list[str] = []
+    for number, stage in enumerate(planned.graph):
+        lines.append(f"{'→ ' if number else '  '}{stage.name}: {stage.detail}")
+        lines += [f"    · {part.name}: {part.detail}" for part in stage.parts]
+    if planned.not_computed:
+        lines.append(f"not computed: {', '.join(planned.not_computed)}, because no loss needs it")
+    return lines
+
+
+def _column_table(planned: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("column", "producer", "dtype", "where"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("per", no_wrap=True)
+    unit = {"sequence": "token", "action": "action", "step": "step", "row": "row"}
+    for column in planned.columns:
+        each = "unknown" if column.bytes is None else f"{column.bytes:,}"
+        table.add_row(column.name, column.producer, column.dtype, column.place, each, unit[column.span])
+    return table
+
+
+def _column_totals(planned: Plan) -> str:
+    action, row, step = planned.bytes_per_action, planned.bytes_per_row, planned.step_bytes
+    if action is None or row is None or step is None:
+        return "bytes per action: unknown until the models have been made"
+    longest = f"{planned.rows:,} rows × {planned.answer_tokens:,} actions"
+    each = f"{action:,} bytes per action (its token included)" + (f" and {row:,} per row" if row else "")
+    return f"{each}; {step / 1e6:,.3f} MB a step at the longest answers ({longest})"
+
+
+def _memory_table(planned: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("memory", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("how it was counted", ratio=1)
+    for item in planned.memory:
+        table.add_row(Text(item.name), "unknown" if item.bytes is None else readable(item.bytes), Text(item.how))
+    note = "Python and its libraries are not counted" if planned.complete else "at least: not all sizes are known"
+    table.add_row(Text("total"), readable(planned.total), Text(note), style="bold")
+    return table
+
+
+def _verdict(planned: Plan) -> Iterator[tuple[str, str]]:
+    if planned.available is None:
+        yield "this machine does not tell how much memory is available", ""
+        return
+    yield f"available on this machine: {readable(planned.available)}", ""
+    if planned.too_large:
+        over = f"{readable(planned.total)} is more than the {readable(planned.available)} available"
+        ways = "engine.slots, engine.context or optimizer.micro_batch_tokens, use student.lora, or a smaller model"
+        yield f"warning: {over}: lower {ways}", "bold red"
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return sum(known) if len(known) == len(found) else None

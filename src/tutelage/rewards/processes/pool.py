@@ -1,0 +1,359 @@
+"""Rewards in worker processes that are isolated and can be killed.
+
+A reward that hangs, even inside a regular expression that never lets go of the interpreter, loses its process when its
+timeout passes; so does one that passes a limit of memory, processes or output. A new process takes its place; answers
+that wait for one are not affected, and their clocks start only when their reward does.
+
+Rewards that may see and use the same things share a process; the others have processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Literal, Self, get_args
+
+from tutelage.errors import UserError
+from tutelage.isolation.contract import Isolation
+from tutelage.isolation.guard import Ended
+from tutelage.rewards.contract import Answer, Judgement, RewardSpec, Work
+from tutelage.rewards.processes import wire
+from tutelage.rewards.processes.process import START_DEADLINE, WorkerLost, WorkerProcess, launch
+
+BEGIN_DEADLINE = 60.0
+"""Seconds until an idle worker must have read an answer and begun to judge it."""
+
+CLOSED = "the reward pool is closed"
+
+ATTEMPTS = 3
+"""Workers that may die with an answer in hand before its first reward has begun."""
+
+AHEAD = 8
+"""Answers that a worker has at hand at once if there is no other who could judge them: it goes from one to the next
+without waiting for the pool. Among several workers each has one, so that none waits behind a slow one."""
+
+
+Counted = Literal[
+    "scored",
+    "raised",
+    "not_finite",
+    "timed_out",
+    "too_much_memory",
+    "too_many_processes",
+    "too_much_output",
+    "died",
+    "restarted",
+]
+"""What became of answers (each is in one of them), and, last, workers that were replaced, whatever the reason."""
+
+LIMITS: dict[str, tuple[Counted, str]] = {
+    "memory": ("too_much_memory", "memory_gb"),
+    "processes": ("too_many_processes", "processes"),
+    "output": ("too_much_output", "output_mb"),
+}
+"""By the guard's name of a limit: where an answer whose reward passes it is counted, and the setting that raises it."""
+
+
+class _Failed(Exception):
+    """A reward did not yield a value."""
+
+    def __init__(self, outcome: Counted, message: str, *, at_rest: bool = False) -> None:
+        super().__init__(message)
+        self.outcome: Counted = outcome
+        self.at_rest = at_rest
+        """the worker said so itself and waits for the next answer"""
+
+
+class _NotBegun(Exception):
+    """The worker was lost before it began: nobody's fault, another one may try."""
+
+    def __init__(self, *, behind: bool) -> None:
+        super().__init__()
+        self.behind = behind
+        """it was lost to an answer before this one"""
+
+
+class _Seat:
+    """The place of one process; when a worker is gone, the next one takes it."""
+
+    def __init__(self, worker: asyncio.Task[WorkerProcess]) -> None:
+        self.worker = worker
+
+
+class RewardPool:
+    """Judges answers with every reward of a run.
+
+    async with RewardPool({"right": RewardSpec("numeric")}, processes=2) as pool:
+        judgement = await pool.score(Answer("What is 6 times 7?", "It is 42.", ground_truth="42"))
+
+    `processes`: of each isolation that the rewards ask for. `seed`: of the run; what a reward draws at random depends
+    on it and on the answer alone.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, RewardSpec],
+        plugins: Sequence[str] = (),
+        processes: int = 1,
+        *,
+        seed: int = 0,
+        start_deadline: float = START_DEADLINE,
+    ) -> None:
+        if not specs:
+            raise UserError("rewards: there are none; name at least one")
+        if processes < 1:
+            raise UserError(f"rewards: at least one process is needed, got {processes}")
+        self.counts: dict[Counted, int] = dict.fromkeys(get_args(Counted), 0)
+        self._specs = dict(specs)
+        alike: dict[Isolation, dict[str, RewardSpec]] = {}
+        for name, spec in specs.items():
+            alike.setdefault(spec.isolation, {})[name] = spec
+        self._crews = [
+            _Crew(Work(group, tuple(plugins), seed), isolation, processes, start_deadline, self.counts)
+            for isolation, group in alike.items()
+        ]
+        self._started = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that are ready or at work."""
+        return [pid for crew in self._crews for pid in crew.pids]
+
+    @property
+    def gaps(self) -> list[str]:
+        """What the kernel did not let us isolate, in sentences; known after the start."""
+        return list(dict.fromkeys(gap for crew in self._crews for gap in crew.gaps))
+
+    async def start(self) -> None:
+        """Start the workers. UserError with everything that is wrong with plugins, names, options and numbers."""
+        if self._started:
+            raise RuntimeError("the reward pool was started before")
+        self._started = True
+        if problems := list(_unset_variables(self._specs)):
+            raise UserError("\n".join(problems))
+        try:
+            found = await asyncio.gather(*(crew.start() for crew in self._crews), return_exceptions=True)
+            for error in found:
+                if error is not None and not isinstance(error, UserError):
+                    raise error
+            if mistakes := [line for error in found if error is not None for line in str(error).splitlines()]:
+                raise UserError("\n".join(dict.fromkeys(mistakes)))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def score(self, answer: Answer) -> Judgement:
+        """Run every reward on the answer, up to the first that fails. Those of one process are run in the order of the
+        specs, after those of the processes of earlier ones."""
+        if not self._started:
+            raise RuntimeError("start the reward pool before scoring: `await pool.start()`")
+        parts: dict[str, float] = {}
+        try:
+            try:
+                frame = wire.frame(pickle.dumps(answer))
+            except Exception as error:
+                raise _Failed("raised", f"the answer cannot be sent to a worker; pickling raised: {error!r}") from None
+            for crew in self._crews:
+                await crew.run(frame, parts)
+            reward = math.fsum(spec.weight * parts[name] for name, spec in self._specs.items())
+            if not math.isfinite(reward):
+                raise _Failed("not_finite", f"the weighted sum of the rewards is not a finite number: {reward}")
+        except _Failed as failed:
+            self.counts[failed.outcome] += 1
+            return Judgement(None, parts, str(failed))
+        self.counts["scored"] += 1
+        return Judgement(reward, parts)
+
+    async def close(self) -> None:
+        """End every process, also those at work; answers that are not judged yet raise RuntimeError. Safe to repeat."""
+        await asyncio.gather(*(crew.close() for crew in self._crews))
+
+
+class _Crew:
+    """Processes that are isolated in the same way, and the rewards that they run."""
+
+    def __init__(
+        self, work: Work, isolation: Isolation, processes: int, start_deadline: float, counts: dict[Counted, int]
+    ) -> None:
+        self.idle: asyncio.Queue[_Seat | None] = asyncio.Queue()
+        """seats, as often as their workers take one more answer"""
+        self.gaps: list[str] = []
+        self._work = work
+        self._isolation = isolation
+        self._processes = processes
+        self._start_deadline = start_deadline
+        self._counts = counts
+        self._seats: list[_Seat] = []
+        self._ending: set[WorkerProcess] = set()
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        return [seat.worker.result().pid for seat in self._seats if _is_ready(seat.worker)]
+
+    async def start(self) -> None:
+        self._seats = [_Seat(asyncio.create_task(self._launch(None))) for _ in range(self._processes)]
+        workers = await asyncio.gather(*(seat.worker for seat in self._seats))
+        self.gaps = workers[0].gaps
+        for _ in range(AHEAD if self._processes == 1 else 1):
+            for seat in self._seats:
+                self.idle.put_nowait(seat)
+
+    async def close(self) -> None:
+        self._closed = True
+        self.idle.put_nowait(None)
+        workers = [seat.worker for seat in self._seats]
+        for worker in workers:
+            if _is_ready(worker):
+                worker.result().kill()
+            else:
+                worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        self._ending.update(worker.result() for worker in workers if _is_ready(worker))
+        self._seats = []
+        await asyncio.gather(*(worker.reap() for worker in self._ending))
+
+    async def run(self, frame: bytes, parts: dict[str, float]) -> None:
+        """Fill in the parts; _Failed at the first that cannot be had."""
+        lost = 0
+        while lost < ATTEMPTS:
+            seat, worker = await self._acquire()
+            try:
+                return await self._judge(worker, frame, parts)
+            except _NotBegun as error:
+                lost += not error.behind
+            except _Failed:
+                if self._closed:
+                    raise RuntimeError(CLOSED) from None
+                raise
+            finally:
+                self._release(seat, worker)
+        raise _Failed("died", f"the worker died {ATTEMPTS} times before a reward had begun")
+
+    async def _judge(self, worker: WorkerProcess, frame: bytes, parts: dict[str, float]) -> None:
+        """Have one worker judge one answer. It is killed unless it is known to go on with the next one."""
+        at_rest = False
+        try:
+            worker.send(frame)
+            async with worker.turn:
+                if worker.spent:
+                    raise _NotBegun(behind=True)
+                for number, (name, spec) in enumerate(self._work.specs.items()):
+                    await self._begun(worker, name, first=number == 0)
+                    parts[name] = await self._value(worker, name, spec)
+            at_rest = True
+        except _Failed as failed:
+            at_rest = failed.at_rest
+            raise
+        finally:
+            if not at_rest:
+                worker.spend()
+
+    async def _begun(self, worker: WorkerProcess, name: str, *, first: bool) -> None:
+        """Wait until the worker says that the next reward runs."""
+        try:
+            report = await worker.receive(BEGIN_DEADLINE)
+        except TimeoutError:
+            raise _Failed("timed_out", f"timed out: the worker did not begin within {BEGIN_DEADLINE:g} s") from None
+        except WorkerLost:
+            if first:
+                raise _NotBegun(behind=False) from None
+            raise _lost(await worker.end(), "the worker died between two rewards", name) from None
+        if report["kind"] == "unreadable":
+            why = f"the worker cannot read the answer; that raised: {report['why']}"
+            raise _Failed("raised", why, at_rest=True)
+
+    async def _value(self, worker: WorkerProcess, name: str, spec: RewardSpec) -> float:
+        """What the running reward returns."""
+        who, timeout = f"reward {name!r} ({spec.function})", spec.timeout
+        late = _Failed("timed_out", f"{who} timed out after {timeout:g} s")
+        try:
+            report = await worker.receive(timeout)
+        except TimeoutError:
+            raise late from None
+        except WorkerLost:
+            raise _lost(await worker.end(), f"{who}: the worker died while it ran", name) from None
+        if report["seconds"] > timeout:
+            raise late
+        if report["kind"] == "raised":
+            raise _Failed("raised", f"{who} raised: {report['why']}", at_rest=True)
+        if report["kind"] == "not_finite":
+            why = f"{who} returned {report['why']}, which is not a finite number"
+            raise _Failed("not_finite", why, at_rest=True)
+        return report["value"]
+
+    async def _launch(self, old: WorkerProcess | None) -> WorkerProcess:
+        if old is not None:
+            await old.reap()
+            self._ending.discard(old)
+        return await launch(self._work, self._isolation, self._start_deadline)
+
+    async def _acquire(self) -> tuple[_Seat, WorkerProcess]:
+        """A worker for one answer, first come, first served. UserError if one cannot be started any more."""
+        while True:
+            seat = await self.idle.get()
+            if seat is None:
+                self.idle.put_nowait(None)
+                raise RuntimeError(CLOSED)
+            starting = seat.worker
+            try:
+                worker = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                if starting.cancelled():
+                    raise RuntimeError(CLOSED) from None
+                self.idle.put_nowait(seat)
+                raise
+            except Exception:
+                if seat.worker is starting:
+                    seat.worker = asyncio.create_task(self._launch(None))
+                self.idle.put_nowait(seat)
+                raise
+            if worker.usable:
+                return seat, worker
+            self._release(seat, worker)
+
+    def _release(self, seat: _Seat, worker: WorkerProcess) -> None:
+        """Make room for the next answer; see to a successor if the worker is gone and nobody else did."""
+        if self._closed:
+            return
+        if not worker.usable and _is_ready(seat.worker) and seat.worker.result() is worker:
+            worker.kill()
+            self._ending.add(worker)
+            self._counts["restarted"] += 1
+            seat.worker = asyncio.create_task(self._launch(worker))
+        self.idle.put_nowait(seat)
+
+
+def _unset_variables(specs: Mapping[str, RewardSpec]) -> Iterator[str]:
+    for name, spec in specs.items():
+        for variable in spec.env:
+            if variable not in os.environ:
+                yield (
+                    f"rewards.{name}.env: {variable} is not set in the environment of the run: set it, or remove it "
+                    "from the list"
+                )
+
+
+def _lost(ended: Ended, died: str, name: str) -> _Failed:
+    """Why an answer has no reward when its worker is gone."""
+    if not ended["broke"]:
+        return _Failed("died", f"{died} ({ended['how']})")
+    outcome, setting = LIMITS[ended["broke"]]
+    return _Failed(outcome, f"reward {name!r} was stopped: {ended['why']}; rewards.{name}.{setting} sets the limit")
+
+
+def _is_ready(worker: asyncio.Task[WorkerProcess]) -> bool:
+    return worker.done() and not worker.cancelled() and worker.exception() is None

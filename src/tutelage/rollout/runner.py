@@ -1,0 +1,139 @@
+"""Episodes from prompts to complete rows: loops run, and each episode is scored as soon as it ends.
+
+The same object serves a run in one process and, on Ray, every agent-loop worker for its share of the prompts. What
+comes back tells how an episode went; its tensors are in the queue by then and go nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from tutelage.data.trajectory import Episode, EpisodeKey, Prompt
+from tutelage.engines.contract import Painting, Sampling, Want
+from tutelage.rollout.contract import derive_seed
+from tutelage.rollout.manager import RolloutManager
+from tutelage.rollout.scoring import EpisodeScorer
+from tutelage.rollout.worker import EpisodeFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is asked of every episode of a step, or of an evaluation."""
+
+    partition: str
+    samples: int
+    sampling: Sampling | Painting
+    want: Want
+    """of teachers"""
+    seed: int
+    """of the run"""
+    step: int = -1
+    version: int = 0
+    """of the weights that the episodes are written with"""
+    attempt: int = 0
+    """above 0: the prompts are run again, and what an earlier attempt wrote is superseded"""
+
+    @property
+    def training(self) -> bool:
+        return self.partition == "train"
+
+    def seed_of(self, prompt: Prompt, sample: int) -> int:
+        """A held-out row is answered with the same seed in every evaluation; a drawn one with its draw's own."""
+        which = (prompt.uid,) if self.training else (prompt.source, prompt.row)
+        return derive_seed(self.seed, self.partition, *which, sample)
+
+    def again(self) -> Order:
+        return replace(self, attempt=self.attempt + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeDone:
+    """An episode whose rows are complete (or whose group failed while it was judged: the queue knows)."""
+
+    key: EpisodeKey
+    timings: dict[str, float]
+    actions: int
+    mass_cut: float
+    """mean over the actions"""
+
+    @classmethod
+    def of(cls, episode: Episode) -> EpisodeDone:
+        counts = [(t.behaviour_logp.shape[0], t.metrics.get("mass_cut", 0.0)) for t in episode.trajectories]
+        actions = sum(count for count, _ in counts)
+        cut = sum(count * mass for count, mass in counts) / max(actions, 1)
+        return cls(episode.key, dict(episode.timings), actions, cut)
+
+
+class Rollouts(Protocol):
+    """Runs prompts, here or elsewhere. Their groups must be open."""
+
+    def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+        """Outcomes as they come; the rows are in the queue, and failed groups are marked there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Loops and scoring in this process."""
+
+    manager: RolloutManager
+    scorer: Callable[[Want, bool], EpisodeScorer]
+    """what judges episodes, for a wish to teachers; True in training"""
+
+    async def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+        scorer = self.scorer(order.want, order.training)
+
+        async def finish(outcome: Episode | EpisodeFailure) -> EpisodeDone | EpisodeFailure:
+            if isinstance(outcome, Episode) and order.training and (found := _versions(outcome)) - {order.version}:
+                reason = f"{outcome.prompt}: written with weights {sorted(found)}, the step is at {order.version}"
+                outcome = EpisodeFailure(outcome.key, outcome.prompt, reason, "")
+            if isinstance(outcome, EpisodeFailure):
+                await scorer.queue.fail(outcome.key.group, outcome.reason)
+                return outcome
+            await scorer(outcome, order.step)
+            return EpisodeDone.of(outcome)
+
+        outcomes = self.manager.stream(
+            order.partition, prompts, order.samples, order.sampling, order.seed_of, finish, order.attempt
+        )
+        async with aclosing(outcomes):
+            async for outcome in outcomes:
+                yield outcome
+
+
+def _versions(episode: Episode) -> set[int]:
+    """Weight versions of its actions."""
+    return {version for trajectory in episode.trajectories for version in trajectory.version.tolist()}
+
+
+@dataclass(slots=True)
+class EpisodeTimes:
+    """Timings of a step's episodes: mean, p95 and max of the whole, and the breakdown of the slowest."""
+
+    episodes: list[EpisodeDone] = field(default_factory=list)
+
+    def add(self, episode: EpisodeDone) -> None:
+        self.episodes.append(episode)
+
+    def metrics(self) -> dict[str, float]:
+        if not self.episodes:
+            return {}
+        totals = sorted(e.timings.get("total", 0.0) for e in self.episodes)
+        slowest = max(self.episodes, key=lambda e: e.timings.get("total", 0.0))
+        p95 = totals[-(-95 * len(totals) // 100) - 1]
+        breakdown = {f"episode_slowest_{name}": seconds for name, seconds in slowest.timings.items() if name != "total"}
+        return {
+            "episode_mean": sum(totals) / len(totals),
+            "episode_p95": p95,
+            "episode_max": totals[-1],
+            **breakdown,
+            "mass_cut": self._mass_cut(),
+        }
+
+    def _mass_cut(self) -> float:
+        """Mean probability, over actions, that could not be drawn: beyond top-p and top-k, or a stop before
+        min_tokens."""
+        actions = sum(episode.actions for episode in self.episodes)
+        return sum(episode.mass_cut * episode.actions for episode in self.episodes) / max(actions, 1)
