@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
 from tutelage.engines.scheduler import InlineScheduler
@@ -20,15 +21,7 @@ from tutelage.errors import UserError
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue import BatchRef
 from tutelage.queue.memory import MemoryQueue
-from tutelage.rollout.contract import (
-    LOOPS,
-    AgentLoop,
-    LoopContext,
-    PromptTooLong,
-    derive_seed,
-    register,
-    render_prompt,
-)
+from tutelage.rollout.contract import LOOPS, AgentLoop, LoopContext, PromptTooLong, register, render_prompt
 from tutelage.rollout.loops.single_turn import SingleTurn
 from tutelage.rollout.manager import RolloutManager
 from tutelage.rollout.runner import EpisodeDone, EpisodeTimes, Order, Rollout

@@ -26,17 +26,8 @@ from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, GroupKey, Key
 from tutelage.engines.contract import Want
-from tutelage.learner.step import (
-    Learned,
-    Schedule,
-    Trainable,
-    Update,
-    flat_groups,
-    minibatches,
-    prepare,
-    summary,
-    updates,
-)
+from tutelage.learner.schedule import Schedule
+from tutelage.learner.step import Learned, Trainable, Update, flat_groups, minibatches, prepare, summary, updates
 from tutelage.learner.update import measure, update
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.packing import Pack

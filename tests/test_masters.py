@@ -27,7 +27,8 @@ from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, Optimizer
 from tutelage.learner.masters import with_masters
 from tutelage.learner.optimizer import build_optimizer
-from tutelage.learner.step import Learner, Schedule, Trainable
+from tutelage.learner.schedule import Schedule
+from tutelage.learner.step import Learner, Trainable
 from tutelage.learner.update import accumulate, update
 from tutelage.loop import open_run
 from tutelage.modality import text as build

@@ -23,7 +23,8 @@ from tutelage.data.trajectory import Batch
 from tutelage.errors import UserError
 from tutelage.learner.flow import StepLimits
 from tutelage.learner.ranks import alone
-from tutelage.learner.step import Learner, Schedule, Share, prepare
+from tutelage.learner.schedule import Schedule
+from tutelage.learner.step import Learner, Share, prepare
 from tutelage.learner.update import accumulate, measure
 from tutelage.loop import open_run
 from tutelage.record import RunDirectory

@@ -24,13 +24,13 @@ import tutelage
 from tutelage.checkpoint.store import CheckpointStore, load
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
+from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Batch
 from tutelage.learner.step import Trainable
 from tutelage.loop import Run, open_run
 from tutelage.policy.flow import window
 from tutelage.record import RunDirectory
 from tutelage.record.display import Display
-from tutelage.rollout.contract import derive_seed
 
 PATIENCE = 60.0
 """Seconds after which a process that shows no progress is given up."""

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 import tiny
-from tutelage.assemble import Prompts
 from tutelage.config.schema import Data
-from tutelage.data.prompts import PromptError, PromptSet, PromptStream, load_prompts
+from tutelage.data.prompts import PromptError, Prompts, PromptSet, PromptStream, load_prompts
 from tutelage.data.trajectory import Message, Prompt
 
 SHIPPED = Path(__file__).parent.parent / "recipes" / "data"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutelage.backends.places import ReplicaGone
+from tutelage.errors import ReplicaGone
 from tutelage.routing import router as routing
 from tutelage.routing.router import AllReplicasFailed, LocalDesk, Router
 

@@ -16,12 +16,11 @@ from ray.cluster_utils import Cluster as Nodes
 from ray.exceptions import ActorDiedError
 
 from tutelage.backends.placement import QUEUE_CPUS
-from tutelage.backends.places import ReplicaGone
 from tutelage.backends.ray.cluster import Cluster, Remote, all_within, needing
 from tutelage.config.schema import Pool
 from tutelage.config.schema import Ray as Settings
 from tutelage.data.trajectory import Key
-from tutelage.errors import RunLost, UserError
+from tutelage.errors import ReplicaGone, RunLost, UserError
 from tutelage.learner.update import NonFiniteLoss
 
 

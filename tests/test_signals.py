@@ -13,15 +13,7 @@ import pytest
 import torch
 import yaml
 
-from tutelage.algorithms.build import (
-    build_algorithm,
-    part_means,
-    policy_settings,
-    reward_judge,
-    reward_pool,
-    schedule,
-    written,
-)
+from tutelage.algorithms.build import build_algorithm, policy_settings
 from tutelage.algorithms.contract import Algorithm
 from tutelage.algorithms.distill import SupervisedLoss
 from tutelage.algorithms.objectives import OBJECTIVES, register_objective
@@ -34,6 +26,8 @@ from tutelage.config.show import show
 from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
 from tutelage.errors import UserError
 from tutelage.isolation.contract import Isolation
+from tutelage.learner.schedule import schedule
+from tutelage.rollout.judges import part_means, reward_judge, reward_pool, written
 
 ROOT = Path(__file__).parent.parent
 RIGHT = {"right": {"function": "exact_match"}}

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tutelage.algorithms.build import painted, reward_pool
-from tutelage.algorithms.contract import Algorithm
+from tutelage.algorithms.build import build_algorithm
+from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.backends.contract import Backstage, Embedded
+from tutelage.backends.process import enter
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, RunConfig, TextSampling
-from tutelage.data.prompts import PromptSet, PromptStream, load_prompts
+from tutelage.data.notes import Progress, Report, silent, unseen
+from tutelage.data.prompts import Prompts, PromptSet, PromptStream
 from tutelage.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling, Want
 from tutelage.learner.step import Learner
+from tutelage.modality import dispatch
 from tutelage.modality import text as build
-from tutelage.modality.text import Progress, Report, silent, unseen
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue.contract import CountingQueue
 from tutelage.queue.memory import MemoryQueue
 from tutelage.rewards.processes.pool import RewardPool
+from tutelage.rollout.judges import Judges, painted, reward_pool
 from tutelage.rollout.runner import Order, Rollout, Rollouts
 from tutelage.routing.router import Router
 from tutelage.teachers.client import TeacherClient
@@ -80,13 +82,11 @@ class Parts:
 
 def assemble(config: RunConfig, report: Report = silent, progress: Progress = unseen) -> Parts:
     """Load models and data, check that they fit together, and connect the parts."""
-    build.enter(config)
+    enter(config)
     if isinstance(config, DiffusionConfig):
         from tutelage.modality import diffusion as build_flow  # noqa: F401  # misses its optional packages here, before anything starts
     if config.runtime == "ray":
-        from tutelage.backends.ray.backend import assemble_on_ray
-
-        return assemble_on_ray(config, report, progress)
+        return _on_ray(config, report, progress)
     queue, rewards = MemoryQueue(), reward_pool(config)
     if isinstance(config, Config):
         stage = _writers(config, queue, rewards, report, progress)
@@ -113,6 +113,35 @@ def assemble(config: RunConfig, report: Report = silent, progress: Progress = un
     )
 
 
+def _on_ray(config: RunConfig, report: Report, progress: Progress) -> Parts:
+    """Check everything that can be checked, then take places and start processes."""
+    from tutelage.backends.ray import backend as ray
+
+    tokenizer, tokenizers = words = dispatch.words(config, report)
+    vocabulary, prompts = dispatch.checked(config, Prompts.load(config, report), words, report, progress)
+    backend, teachers = ray.start(config, vocabulary, report)
+    return Parts(
+        config=config,
+        tokenizer=tokenizer,
+        algorithm=build_algorithm(config, [_no_head(name) for name in config.teachers]),
+        teachers=build.teacher_client(config, teachers, tokenizers),
+        queue=backend.queue,
+        rollout=backend.rollout,
+        backstage=backend,
+        stream=prompts.stream(config),
+        heldout=prompts.heldout,
+    )
+
+
+def _no_head(name: str) -> TeacherHead:
+    """The driver computes no loss."""
+
+    def refuse(hidden: Any) -> Any:
+        raise RuntimeError(f"teacher {name!r}: its head is where the learner is")
+
+    return TeacherHead(name, refuse)
+
+
 @dataclass(slots=True)
 class _Stage:
     """The parts that differ between students that write and students that paint."""
@@ -120,7 +149,7 @@ class _Stage:
     prompts: Prompts
     tokenizer: SafeTokenizer | None
     client: TeacherClient
-    judges: build.Judges
+    judges: Judges
     learner: Learner
     student: Any
     """an engine that shares the learner's weights"""
@@ -152,7 +181,7 @@ def _writers(
     learner = build.learner(config, student, heads, queue, vocabulary, report=report)
     engine = build.student_engine(config, student, tokenizer, vocabulary)
     reference = build.reference_engine(config, vocabulary, report) if build.has_reference(config) else None
-    judges = build.Judges(config, build.text_of(tokenizer), queue, client, reference, rewards)
+    judges = Judges(config, build.text_of(tokenizer), queue, client, reference, rewards)
     return _Stage(prompts, tokenizer, client, judges, learner, engine, dict(teachers), reference)
 
 
@@ -168,41 +197,7 @@ def _painters(config: RunConfig, queue: CountingQueue, rewards: RewardPool | Non
     }
     client = build.teacher_client(config, {name: TeacherPool(name, [e]) for name, e in teachers.items()}, {})
     build.check_routes(prompts.sets, client)
-    judges = build.Judges(config, painted, queue, client, None, rewards)
+    judges = Judges(config, painted, queue, client, None, rewards)
     learner = build_flow.learner(config, student, queue)
     engine = build_flow.student_engine(config, student)
     return _Stage(prompts, None, client, judges, learner, engine, dict(teachers))
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """What the run learns from and is evaluated on."""
-
-    train: PromptSet
-    heldout: PromptSet | None
-    skip: frozenset[int] = frozenset()
-    """positions of training rows that are never drawn"""
-
-    @classmethod
-    def load(cls, config: RunConfig, report: Report = silent) -> Prompts:
-        data = config.data
-        heldout = load_prompts(data, data.validation, heldout=True) if data.validation else None
-        train = load_prompts(data, data.train)
-        if heldout is not None and (shared := heldout.shared_with(train)):
-            report(
-                f"{shared:,} of the {len(heldout):,} held-out prompts ({heldout.source}) are training prompts too "
-                f"({train.source}): held-out measures do not tell how the student does on prompts that it never saw"
-            )
-        return cls(train, heldout)
-
-    def without(self, skipped: Sequence[frozenset[int]]) -> Prompts:
-        """Leave out the rows at these positions of `sets`: held-out rows at once, training rows when drawn."""
-        heldout = None if self.heldout is None else self.heldout.without(skipped[1])
-        return Prompts(self.train, heldout, skipped[0])
-
-    def stream(self, config: RunConfig) -> PromptStream:
-        return PromptStream(self.train, config.seed, config.data.shuffle, self.skip)
-
-    @property
-    def sets(self) -> Sequence[PromptSet]:
-        return [self.train] if self.heldout is None else [self.train, self.heldout]

@@ -25,3 +25,14 @@ class RunLost(UserError):
 class CannotJudge(RuntimeError):
     """A teacher or a reward has no answer for an episode: its group fails, visibly, and the run goes on within its
     budget."""
+
+
+class ReplicaGone(RuntimeError):
+    """A replica died, or does not answer. `for_good`: it will not be started again."""
+
+    def __init__(self, message: str, for_good: bool = False) -> None:
+        super().__init__(message)
+        self.for_good = for_good
+
+    def __reduce__(self) -> tuple[type[ReplicaGone], tuple[str, bool]]:
+        return type(self), (str(self), self.for_good)

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tutelage.algorithms.build import schedule
 from tutelage.assemble import Parts, assemble
 from tutelage.backends.interrupt import on_interrupt, run_to_end
 from tutelage.checkpoint.store import CheckpointStore
@@ -26,6 +25,7 @@ from tutelage.data.trajectory import GroupKey, Prompt
 from tutelage.errors import RunLost, UserError
 from tutelage.evaluation.text import Evaluates, evaluator
 from tutelage.learner.optimizer import learning_rate
+from tutelage.learner.schedule import schedule
 from tutelage.learner.step import flat_groups
 from tutelage.learner.update import NonFiniteLoss
 from tutelage.queue.contract import BatchRef

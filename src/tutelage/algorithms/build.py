@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.algorithms.distill import distill
@@ -17,15 +13,8 @@ from tutelage.algorithms.objectives import OBJECTIVES, Settings
 from tutelage.algorithms.policy import PolicySettings
 from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
 from tutelage.config.diffusion import DiffusionConfig, FlowDistill, FlowGrpo
-from tutelage.config.measures import reward_measure
 from tutelage.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement, RunConfig
-from tutelage.data.trajectory import Episode, Trajectory
-from tutelage.errors import CannotJudge, UserError
-from tutelage.learner.step import Schedule
-from tutelage.rewards.contract import Answer, Media, RewardSpec
-from tutelage.rewards.processes.pool import RewardPool
-from tutelage.rollout.contract import derive_seed
-from tutelage.rollout.scoring import EpisodeJudge
+from tutelage.errors import UserError
 
 
 def build_algorithm(config: RunConfig, heads: Sequence[TeacherHead] = ()) -> Algorithm:
@@ -113,17 +102,6 @@ def policy_settings(config: Config) -> PolicySettings:
     return shared
 
 
-def schedule(config: RunConfig, step: int) -> Schedule:
-    """How often, and in which parts, the batch of a step is learned from."""
-    chosen = config.algorithm
-    return Schedule(
-        chosen.epochs,
-        chosen.minibatches,
-        derive_seed(config.seed, "minibatches", step) % 2**31,
-        actor=not isinstance(chosen, Ppo) or step > chosen.critic_warmup,
-    )
-
-
 def _check_objective(chosen: Distill) -> None:
     """A plugin's objective: it must be there, and its form must make sense."""
     if chosen.objective not in OBJECTIVES:
@@ -138,71 +116,3 @@ def _check_objective(chosen: Distill) -> None:
         raise UserError(f"algorithm.payload: {chosen.payload} does not serve {chosen.objective}, which sees the {sees}")
     if sees != "token" and chosen.form == "policy_gradient":
         raise UserError(f"algorithm.form: {chosen.objective} sees the {sees}, policy_gradient needs the token")
-
-
-def reward_pool(config: RunConfig) -> RewardPool | None:
-    """The recipe's rewards in processes of their own; none if it names none."""
-    if not config.rewards:
-        return None
-    specs = {
-        name: RewardSpec(**{**dict(reward), "options": _with_toys(reward.options)})
-        for name, reward in config.rewards.items()
-    }
-    return RewardPool(specs, config.plugins, seed=config.seed)
-
-
-def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`toy:` names become the directories that they stand for."""
-    toys = {name: value for name, value in options.items() if isinstance(value, str) and value.startswith("toy:")}
-    if not toys:
-        return dict(options)
-    from tutelage.models.flow.sources import pipeline_directory
-
-    return {**options, **{name: str(pipeline_directory(value, lambda line: None)) for name, value in toys.items()}}
-
-
-Made = Callable[[Trajectory], tuple[str, Media | None]]
-"""What a trajectory made: text, or a picture or video."""
-
-
-def written(decode: Callable[[list[int]], str]) -> Made:
-    return lambda trajectory: (decode(trajectory.tokens[trajectory.mask].tolist()), None)
-
-
-def painted(trajectory: Trajectory) -> tuple[str, Media]:
-    media: Tensor = trajectory.extra["media"]
-    return "", Media(media.numpy().tobytes(), tuple(media.shape))
-
-
-def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJudge:
-    """Rewards what the student made in the trajectory that counts, unless its loop gave a reward itself. `names`: of
-    the run's rewards, in the order of column reward_parts."""
-
-    async def judge(episode: Episode) -> dict[str, Tensor]:
-        trajectory = episode.rewarded
-        if trajectory.reward is not None:
-            nothing = torch.full((len(names),), float("nan"))
-            return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32), "reward_parts": nothing}
-        prompt, (text, media) = episode.prompt, made(trajectory)
-        judgement = await pool.score(
-            Answer(prompt.request, text, prompt.ground_truth, dict(prompt.columns), trajectory.finish, media)
-        )
-        if judgement.reward is None:
-            raise CannotJudge(f"{prompt}: {judgement.failure}")
-        parts = torch.tensor([judgement.parts[name] for name in names], dtype=torch.float32)
-        return {"reward": torch.tensor(judgement.reward, dtype=torch.float32), "reward_parts": parts}
-
-    return judge
-
-
-def part_means(parts: Tensor, weights: Mapping[str, float]) -> dict[str, float]:
-    """The mean of each of several rewards, unweighted: `reward_NAME`; one of weight 0, which is never trained on, is a
-    measure of that NAME. `parts` [episodes, rewards]."""
-    if len(weights) < 2 or len(parts) == 0:
-        return {}
-    named = [reward_measure(name, weight) for name, weight in weights.items()]
-    return dict(zip(named, parts.nanmean(0).tolist(), strict=True))
-
-
-def reward_weights(config: RunConfig) -> dict[str, float]:
-    return {name: reward.weight for name, reward in config.rewards.items()}

@@ -20,7 +20,8 @@ from tutelage.engines.contract import GenerateRequest, Generation
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.weights import publish
 from tutelage.learner.ranks import alone
-from tutelage.learner.step import Learner, Schedule, Trainable
+from tutelage.learner.schedule import Schedule
+from tutelage.learner.step import Learner, Trainable
 from tutelage.models.weights import copy_named
 from tutelage.queue.contract import BatchRef
 from tutelage.record.timeline import Interval

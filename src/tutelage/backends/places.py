@@ -72,14 +72,3 @@ class Placement:
 
 def _shares(places: Iterable[Place], kind: Device) -> Iterable[Share]:
     return (share for place in places if place.bundle.device == kind for share in place.shares)
-
-
-class ReplicaGone(RuntimeError):
-    """A replica died, or does not answer. `for_good`: it will not be started again."""
-
-    def __init__(self, message: str, for_good: bool = False) -> None:
-        super().__init__(message)
-        self.for_good = for_good
-
-    def __reduce__(self) -> tuple[type[ReplicaGone], tuple[str, bool]]:
-        return type(self), (str(self), self.for_good)

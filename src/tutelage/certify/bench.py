@@ -17,7 +17,8 @@ from tutelage.data.ragged import concatenate
 from tutelage.data.trajectory import Batch, Key
 from tutelage.learner import step as learning
 from tutelage.learner import update
-from tutelage.learner.step import Schedule, Trainable
+from tutelage.learner.schedule import Schedule
+from tutelage.learner.step import Trainable
 from tutelage.learner.text import Limits
 from tutelage.losses.contract import Loss, LossSum, ModelOut
 

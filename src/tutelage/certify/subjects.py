@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from tutelage.algorithms.build import build_algorithm, schedule
+from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.algorithms.distill import BUCKETED
 from tutelage.algorithms.objectives import OBJECTIVES, Claim, Objective, Settings
@@ -21,7 +21,7 @@ from tutelage.certify.textbook import PerAction, Scalar
 from tutelage.certify.toy import TEMPERATURE
 from tutelage.config import schema
 from tutelage.errors import UserError
-from tutelage.learner.step import Schedule
+from tutelage.learner.schedule import Schedule, schedule
 
 SETTINGS = Settings(beta=0.3, alpha=0.2)
 """Not the defaults: a setting that does not arrive is noticed."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from tutelage.config.schema import Data
+from tutelage.config.schema import Data, RunConfig
+from tutelage.data.notes import Report, silent
 from tutelage.data.trajectory import Message, Prompt
 from tutelage.errors import UserError
 
@@ -415,3 +416,37 @@ class PromptStream:
             random.Random(f"prompts/{self._seed}/{epoch}").shuffle(self._order)
             self._epoch = epoch
         return self._order[index] if self._shuffle else index
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the run learns from and is evaluated on."""
+
+    train: PromptSet
+    heldout: PromptSet | None
+    skip: frozenset[int] = frozenset()
+    """positions of training rows that are never drawn"""
+
+    @classmethod
+    def load(cls, config: RunConfig, report: Report = silent) -> Prompts:
+        data = config.data
+        heldout = load_prompts(data, data.validation, heldout=True) if data.validation else None
+        train = load_prompts(data, data.train)
+        if heldout is not None and (shared := heldout.shared_with(train)):
+            report(
+                f"{shared:,} of the {len(heldout):,} held-out prompts ({heldout.source}) are training prompts too "
+                f"({train.source}): held-out measures do not tell how the student does on prompts that it never saw"
+            )
+        return cls(train, heldout)
+
+    def without(self, skipped: Sequence[frozenset[int]]) -> Prompts:
+        """Leave out the rows at these positions of `sets`: held-out rows at once, training rows when drawn."""
+        heldout = None if self.heldout is None else self.heldout.without(skipped[1])
+        return Prompts(self.train, heldout, skipped[0])
+
+    def stream(self, config: RunConfig) -> PromptStream:
+        return PromptStream(self.train, config.seed, config.data.shuffle, self.skip)
+
+    @property
+    def sets(self) -> Sequence[PromptSet]:
+        return [self.train] if self.heldout is None else [self.train, self.heldout]

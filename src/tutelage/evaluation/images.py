@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tutelage.algorithms.build import part_means, reward_weights
 from tutelage.assemble import Parts
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.trajectory import Prompt
 from tutelage.engines.contract import Painting, Want
 from tutelage.evaluation.text import Answers, Evaluation, Pictures, Progress, no_heldout, run_prompts
 from tutelage.modality import diffusion as build_flow
+from tutelage.rollout.judges import part_means, reward_weights
 from tutelage.rollout.runner import Order
 
 BASE = ("mask", "behaviour_logp", "sigmas", "media")

@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tutelage.algorithms.build import part_means, reward_weights
 from tutelage.algorithms.contract import Episodes
 from tutelage.assemble import Parts, assemble
 from tutelage.backends.interrupt import run_to_end
@@ -30,12 +29,14 @@ from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, RunConfig
 from tutelage.data.ragged import Ragged
+from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Sampling, Want
 from tutelage.errors import UserError
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.run_directory import EvalSample
-from tutelage.rollout.contract import derive_seed, render_prompt
+from tutelage.rollout.contract import render_prompt
+from tutelage.rollout.judges import part_means, reward_weights
 from tutelage.rollout.runner import Order
 from tutelage.rollout.scoring import EpisodeScorer, scoring_tasks
 from tutelage.rollout.worker import EpisodeFailure

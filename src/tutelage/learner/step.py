@@ -25,6 +25,7 @@ from tutelage.learner.masters import Rounded, round_weights
 from tutelage.learner.packing import deal, in_order
 from tutelage.learner.ranks import Ranks, alone
 from tutelage.learner.reference import ReferenceCheck
+from tutelage.learner.schedule import Schedule
 from tutelage.learner.update import Cut, measure, update
 from tutelage.losses.contract import Loss
 from tutelage.queue.contract import BatchRef, SampleQueue
@@ -80,18 +81,6 @@ class Trainable:
     def set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How often a batch is learned from, and in which parts."""
-
-    epochs: int = 1
-    minibatches: int = 1
-    seed: int = 0
-    """of the order in which episodes are spread over the parts"""
-    actor: bool = True
-    """False: only the critic learns"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from torch import Tensor
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm
 from tutelage.config.diffusion import DiffusionConfig, DiffusionNft
+from tutelage.data.notes import Report, silent
+from tutelage.data.seeds import derive_seed
 from tutelage.engines.contract import Painting, Want
 from tutelage.engines.diffusion import DiffusionEngine
 from tutelage.errors import UserError
@@ -21,7 +23,6 @@ from tutelage.learner.masters import with_masters
 from tutelage.learner.optimizer import build_optimizer
 from tutelage.learner.step import Learner, Trainable
 from tutelage.losses.contract import LossSum
-from tutelage.modality.text import Report, silent
 from tutelage.models.dtype import choose_dtype
 from tutelage.models.flow.base import PipelineModel
 from tutelage.models.flow.contract import Size
@@ -30,7 +31,6 @@ from tutelage.models.flow.sources import pipeline_directory
 from tutelage.models.weights import narrow, trainable
 from tutelage.policy.flow import Kind, window
 from tutelage.queue.contract import SampleQueue
-from tutelage.rollout.contract import derive_seed
 
 # ── models and engines ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tutelage.algorithms.build import Made, painted
-from tutelage.assemble import Prompts
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, RunConfig
+from tutelage.data.notes import Progress, Report
+from tutelage.data.prompts import Prompts
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
 from tutelage.modality import text as build
-from tutelage.modality.text import Progress, Report
 from tutelage.models.heads import head_vocabulary, load_head
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue.contract import SampleQueue
+from tutelage.rollout.judges import Made, painted
 from tutelage.teachers.pool import TeacherPool
 
 Role = Literal["student", "teacher", "reference"]

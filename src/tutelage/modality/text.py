@@ -3,28 +3,21 @@ a part lives in on a cluster."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tutelage.algorithms.build import Made, build_algorithm, reward_judge, written
+from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.algorithms.measures import PlainMeasures, TeacherMeasures
 from tutelage.algorithms.policy import ReadLogp
-from tutelage.backends.memory import collect_rarely, keep_freed_memory
 from tutelage.config.schema import Config, Model, Optimizer, Ppo, Reinforcement, RunConfig, Student
+from tutelage.data.notes import Progress, Report, silent, unseen
 from tutelage.data.prompts import PromptSet
-from tutelage.data.trajectory import Key, Message, Prompt, Trajectory
-from tutelage.engines.contract import ScoreRequest, Want
+from tutelage.data.trajectory import Message, Prompt
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.errors import UserError
 from tutelage.learner.masters import with_masters
@@ -51,87 +44,19 @@ from tutelage.models.tokenizers import SafeTokenizer, compare
 from tutelage.models.weights import trainable
 from tutelage.policy.text import log_probs
 from tutelage.queue.contract import SampleQueue
-from tutelage.rewards.processes.pool import RewardPool
-from tutelage.rollout.contract import LOOPS, UNBOUNDED, PromptTooLong, Send, Tokenizer, derive_seed
+from tutelage.rollout.contract import LOOPS, UNBOUNDED, PromptTooLong, Send, Tokenizer
+from tutelage.rollout.judges import Made, written
 from tutelage.rollout.loops import single_turn  # noqa: F401  # registers the loop
 from tutelage.rollout.manager import RolloutManager
-from tutelage.rollout.scoring import EpisodeScorer, Judge
 from tutelage.rollout.worker import AgentLoopWorker
-from tutelage.teachers.client import Renderer, ResidentTeacher, TeacherClient, own_words, runs
-from tutelage.teachers.pool import Scorer, TeacherPool
+from tutelage.teachers.client import Renderer, ResidentTeacher, TeacherClient, own_words
+from tutelage.teachers.pool import TeacherPool
 
-Report = Callable[[str], None]
-
-Progress = Callable[[str, int, int], None]
-"""Takes what is being done, how much of it is done, and how much there is."""
 CHECKED_AT_ONCE = 512
 """Prompts that are tokenised in one call when a run starts."""
 SHOWN_ROWS = 10
-THREADS_PER_CORE, FEW_THREADS = 8, 64
-"""A run may ask for so many compute threads per core; so many in all are always allowed."""
 PREFIX_TOKENS = 4096
 """Prompt tokens whose keys and values an engine keeps for the other samples of the same prompts."""
-
-
-def silent(line: str) -> None:
-    """A report that nobody reads."""
-
-
-def unseen(label: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
-
-
-def enter(config: RunConfig) -> None:
-    """What every process of a run does first."""
-    keep_freed_memory()
-    collect_rarely()
-    torch.set_num_threads(_threads(config.threads))
-    for plugin in config.plugins:
-        load_plugin(plugin)
-
-
-def _threads(asked: int) -> int:
-    """OpenMP ends the process without a word where the system does not give it as many threads as it wants."""
-    cores = os.cpu_count() or 1
-    most = max(FEW_THREADS, THREADS_PER_CORE * cores)
-    if asked > most:
-        raise UserError(
-            f"threads: {asked:,} are too many for the {cores} cores of this machine, at most {most:,} are allowed; "
-            "0 is one per core, and more than that only slows a run down"
-        )
-    return asked or cores
-
-
-def load_plugin(path: str) -> None:
-    """Run a user's file, which registers what it defines; once in a process, however many runs ask for it. What it
-    raises becomes a UserError that names the file and the line."""
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(f"plugins: {path} does not exist (looked for {file.absolute()})")
-    name = f"tutelage_plugin_{file.stem}_{derive_seed(str(file.resolve())):x}"
-    if name in sys.modules:
-        return
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"plugins: {path} is not a Python file")
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UserError(f"plugins: {path} cannot be loaded: {_raised_in(file, error)}") from error
-
-
-def _raised_in(file: Path, error: BaseException) -> str:
-    """An exception in one line, with the last line of a user's file that led to it."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame.lineno for frame in frames if Path(frame.filename) == file]
-    line = f"line {own[-1]}: " if own else ""
-    return f"{line}{type(error).__name__}: {error}"
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -389,40 +314,6 @@ def teacher_client(
 def text_of(tokenizer: SafeTokenizer) -> Made:
     """What a trajectory of tokens made."""
     return written(partial(tokenizer.decode, skip_special=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Judges:
-    """Everyone who says something about an episode."""
-
-    config: RunConfig
-    made: Made
-    queue: SampleQueue
-    teachers: TeacherClient
-    reference: Scorer | None
-    rewards: RewardPool | None
-
-    def __call__(self, want: Want, training: bool) -> EpisodeScorer:
-        """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
-        found: list[Judge] = []
-        if self.teachers.teachers and want != Want():
-            found.append(lambda key, prompt, row: self.teachers.score(key, prompt, row, want))
-        if training and self.reference is not None:
-            found.append(_reference_judge(self.reference))
-        if self.rewards is None:
-            return EpisodeScorer(self.queue, tuple(found))
-        judge = reward_judge(self.rewards, tuple(self.config.rewards), self.made)
-        return EpisodeScorer(self.queue, tuple(found), (judge,))
-
-
-def _reference_judge(engine: Scorer) -> Judge:
-    async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
-        request = ScoreRequest(key, trajectory.tokens, tuple(runs(trajectory.mask)), Want(sampled=True), "reference")
-        scores = await engine.score(request)
-        assert scores.logp is not None
-        return {"reference_logp": scores.logp}
-
-    return judge
 
 
 def check_prompts(

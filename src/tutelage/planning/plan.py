@@ -17,15 +17,16 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from tutelage.algorithms.build import build_algorithm, schedule
+from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, Episodes, Signal
 from tutelage.backends.places import Node
+from tutelage.config.plugins import load_plugin
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import Config, Model, Ppo, Reinforcement
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey
 from tutelage.errors import UserError
-from tutelage.modality.text import load_plugin
+from tutelage.learner.schedule import schedule
 from tutelage.models.sizes import Sizes, model_sizes
 from tutelage.models.sources import ModelError
 from tutelage.planning.cluster import ClusterPlan, plan_cluster, show_cluster

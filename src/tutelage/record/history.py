@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from tutelage.algorithms.build import part_means, reward_weights
 from tutelage.algorithms.contract import Episodes
 from tutelage.checkpoint.optimizer_state import pack_rng, unpack_rng
 from tutelage.checkpoint.store import Best
@@ -30,6 +29,7 @@ from tutelage.record.images import ImageRecord
 from tutelage.record.report import write_report
 from tutelage.record.run_directory import RolloutRow, RunDirectory
 from tutelage.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
+from tutelage.rollout.judges import part_means, reward_weights
 
 if TYPE_CHECKING:
     from tutelage.evaluation.text import Evaluates

@@ -14,7 +14,6 @@ the engine saw; nothing is re-tokenised from text.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import NO_TOKENS, Episode, EpisodeKey, Message, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling
 from tutelage.errors import UserError
@@ -65,12 +65,6 @@ def _ids(tokenizer: Tokenizer, text: str | None, messages: tuple[Message, ...]) 
     """Remembered: all samples of a prompt ask for the same."""
     ids = tokenizer.encode(text) if text is not None else tokenizer.render(messages)
     return torch.tensor(ids, dtype=torch.int64)
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from names and numbers, the same on every machine."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 UNBOUNDED = 1 << 62

@@ -11,9 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Episode, EpisodeKey, Prompt
 from tutelage.engines.contract import Painting, Sampling, Want
-from tutelage.rollout.contract import derive_seed
 from tutelage.rollout.manager import RolloutManager
 from tutelage.rollout.scoring import EpisodeScorer
 from tutelage.rollout.worker import EpisodeFailure

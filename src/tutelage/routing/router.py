@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tutelage.backends.places import ReplicaGone
-from tutelage.errors import CannotJudge
+from tutelage.errors import CannotJudge, ReplicaGone
 
 Replica = TypeVar("Replica")
 Answer = TypeVar("Answer")

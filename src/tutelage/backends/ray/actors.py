@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tutelage.algorithms.build import reward_pool
+from tutelage.backends import process
 from tutelage.backends.contract import Learnt, learner_state, restore_learner, take_seconds
 from tutelage.backends.ray.cluster import Remote, Stored, actor_id, node_address
 from tutelage.backends.ray.coordinator import BOARD, Started, desks
@@ -38,13 +38,14 @@ from tutelage.engines.contract import (
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks, alone
-from tutelage.learner.step import Schedule
+from tutelage.learner.schedule import Schedule
 from tutelage.modality import dispatch as stages
 from tutelage.modality import text as build
 from tutelage.modality.dispatch import Role
 from tutelage.models.dtype import choose_dtype
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.timeline import Interval
+from tutelage.rollout.judges import Judges, reward_pool
 from tutelage.rollout.runner import EpisodeDone, Order, Rollout
 from tutelage.rollout.worker import EpisodeFailure
 from tutelage.routing.router import Desk, Router
@@ -70,7 +71,7 @@ class Setting:
 
     def enter(self) -> None:
         """Unless the recipe says otherwise, a process computes with as many threads as its replica has CPUs."""
-        build.enter(self.config)
+        process.enter(self.config)
         pool = self.config.pools[self.pool]
         torch.set_num_threads(self.config.threads or (pool.devices if pool.device == "cpu" else 1))
         seed_rng(self.config.seed)
@@ -245,7 +246,7 @@ class WorkerHost(Host):
         self.pools = pools(config, engines, shared)
         self.reference = pool(config, "reference", engines.reference, shared[REFERENCE])
         self.rewards = reward_pool(config)
-        judges = build.Judges(
+        judges = Judges(
             config,
             stages.made(tokenizer),
             queue,

@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutelage.algorithms.build import build_algorithm
-from tutelage.assemble import Parts, Prompts
 from tutelage.backends.contract import Learnt, say_gaps
-from tutelage.backends.places import ReplicaGone
 from tutelage.backends.ray.actors import (
     EngineHost,
     Engines,
@@ -35,17 +32,15 @@ from tutelage.backends.ray.coordinator import BOARD, Board, Started, ask_board, 
 from tutelage.checkpoint.store import Best, Checkpoint, CheckpointStore
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import RunConfig
+from tutelage.data.notes import Report as Say
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import GroupKey, Prompt
 from tutelage.engines.contract import GenerateRequest, Generation
-from tutelage.errors import UserError
+from tutelage.errors import ReplicaGone, UserError
 from tutelage.learner.packing import deal, in_order
-from tutelage.learner.step import Schedule
-from tutelage.modality import dispatch as stages
+from tutelage.learner.schedule import Schedule
 from tutelage.modality import text as build
 from tutelage.modality.dispatch import Role
-from tutelage.modality.text import Progress
-from tutelage.modality.text import Report as Say
 from tutelage.queue.contract import BatchRef
 from tutelage.queue.transfer_queue import TransferSampleQueue
 from tutelage.queue.transfer_queue import start as start_queue
@@ -53,6 +48,7 @@ from tutelage.record.timeline import Interval
 from tutelage.rollout.runner import EpisodeDone, Order
 from tutelage.rollout.worker import EpisodeFailure
 from tutelage.routing.shared import REFERENCE, STUDENT, of_teacher
+from tutelage.teachers.pool import TeacherPool
 
 DRIVER = "driver"
 WINDOW = 0.005
@@ -289,29 +285,15 @@ class Distributed:
             return None
 
 
-def assemble_on_ray(config: RunConfig, report: Say, progress: Progress) -> Parts:
-    """Check everything that can be checked, then take places and start processes."""
-    prompts = Prompts.load(config, report)
-    tokenizer, tokenizers = words = stages.words(config, report)
-    vocabulary, prompts = stages.checked(config, prompts, words, report, progress)
+def start(config: RunConfig, vocabulary: int, report: Say) -> tuple[Distributed, dict[str, TeacherPool]]:
+    """Take places on a cluster and start every process; also the teachers, as this process asks them."""
     cluster = Cluster(config.ray, config.pools)
     try:
-        backstage = _spawn(config, cluster, vocabulary, report)
-        teachers = pools(config, backstage.engines, desks(backstage.board, DRIVER))
+        backend = _spawn(config, cluster, vocabulary, report)
+        return backend, pools(config, backend.engines, desks(backend.board, DRIVER))
     except BaseException:
         cluster.close()
         raise
-    return Parts(
-        config=config,
-        tokenizer=tokenizer,
-        algorithm=build_algorithm(config, [_no_head(name) for name in config.teachers]),
-        teachers=build.teacher_client(config, teachers, tokenizers),
-        queue=backstage.queue,
-        rollout=backstage.rollout,
-        backstage=backstage,
-        stream=prompts.stream(config),
-        heldout=prompts.heldout,
-    )
 
 
 def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Say) -> Distributed:
@@ -387,13 +369,3 @@ def _replicas(config: RunConfig) -> dict[str, int]:
 
 def _reference_pool(config: RunConfig) -> str:
     return next(member.pool for member in pool_members(config) if member.name == "reference")
-
-
-def _no_head(name: str) -> Any:
-    """The driver computes no loss."""
-    from tutelage.algorithms.contract import TeacherHead
-
-    def refuse(hidden: Any) -> Any:
-        raise RuntimeError(f"teacher {name!r}: its head is where the learner is")
-
-    return TeacherHead(name, refuse)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutelage.backends.placement import left_for_pools, place
-from tutelage.backends.places import CannotPlace, Node, ReplicaGone
+from tutelage.backends.places import CannotPlace, Node
 from tutelage.config.schema import Pool
 from tutelage.config.schema import Ray as Settings
-from tutelage.errors import RunLost, UserError, missing_extra
+from tutelage.errors import ReplicaGone, RunLost, UserError, missing_extra
 
 try:
     import ray

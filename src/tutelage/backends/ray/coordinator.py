@@ -10,9 +10,8 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from tutelage.backends.places import ReplicaGone
 from tutelage.backends.ray.cluster import Remote, Stored
-from tutelage.errors import UserError
+from tutelage.errors import ReplicaGone, UserError
 from tutelage.routing.shared import Call, Desks, Grant, Said, SharedDesks
 
 BOARD = "board"

@@ -1,0 +1,43 @@
+"""Users' Python files, which register what they define."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+
+from tutelage.errors import UserError
+
+
+def load_plugin(path: str) -> None:
+    """Run a user's file, which registers what it defines; once in a process, however many runs ask for it. What it
+    raises becomes a UserError that names the file and the line."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"plugins: {path} does not exist (looked for {file.absolute()})")
+    name = f"tutelage_plugin_{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"plugins: {path} is not a Python file")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserError(f"plugins: {path} cannot be loaded: {_raised_in(file, error)}") from error
+
+
+def _raised_in(file: Path, error: BaseException) -> str:
+    """An exception in one line, with the last line of a user's file that led to it."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if Path(frame.filename) == file]
+    line = f"line {own[-1]}: " if own else ""
+    return f"{line}{type(error).__name__}: {error}"

@@ -1,0 +1,124 @@
+"""Everyone who says something about a finished episode: teachers, the reference, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutelage.config.measures import reward_measure
+from tutelage.config.schema import RunConfig
+from tutelage.data.trajectory import Episode, Key, Prompt, Trajectory
+from tutelage.engines.contract import ScoreRequest, Want
+from tutelage.errors import CannotJudge
+from tutelage.queue.contract import SampleQueue
+from tutelage.rewards.contract import Answer, Media, RewardSpec
+from tutelage.rewards.processes.pool import RewardPool
+from tutelage.rollout.scoring import EpisodeJudge, EpisodeScorer, Judge
+from tutelage.teachers.client import TeacherClient, runs
+from tutelage.teachers.pool import Scorer
+
+
+def reward_pool(config: RunConfig) -> RewardPool | None:
+    """The recipe's rewards in processes of their own; none if it names none."""
+    if not config.rewards:
+        return None
+    specs = {
+        name: RewardSpec(**{**dict(reward), "options": _with_toys(reward.options)})
+        for name, reward in config.rewards.items()
+    }
+    return RewardPool(specs, config.plugins, seed=config.seed)
+
+
+def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`toy:` names become the directories that they stand for."""
+    toys = {name: value for name, value in options.items() if isinstance(value, str) and value.startswith("toy:")}
+    if not toys:
+        return dict(options)
+    from tutelage.models.flow.sources import pipeline_directory
+
+    return {**options, **{name: str(pipeline_directory(value, lambda line: None)) for name, value in toys.items()}}
+
+
+Made = Callable[[Trajectory], tuple[str, Media | None]]
+"""What a trajectory made: text, or a picture or video."""
+
+
+def written(decode: Callable[[list[int]], str]) -> Made:
+    return lambda trajectory: (decode(trajectory.tokens[trajectory.mask].tolist()), None)
+
+
+def painted(trajectory: Trajectory) -> tuple[str, Media]:
+    media: Tensor = trajectory.extra["media"]
+    return "", Media(media.numpy().tobytes(), tuple(media.shape))
+
+
+def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJudge:
+    """Rewards what the student made in the trajectory that counts, unless its loop gave a reward itself. `names`: of
+    the run's rewards, in the order of column reward_parts."""
+
+    async def judge(episode: Episode) -> dict[str, Tensor]:
+        trajectory = episode.rewarded
+        if trajectory.reward is not None:
+            nothing = torch.full((len(names),), float("nan"))
+            return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32), "reward_parts": nothing}
+        prompt, (text, media) = episode.prompt, made(trajectory)
+        judgement = await pool.score(
+            Answer(prompt.request, text, prompt.ground_truth, dict(prompt.columns), trajectory.finish, media)
+        )
+        if judgement.reward is None:
+            raise CannotJudge(f"{prompt}: {judgement.failure}")
+        parts = torch.tensor([judgement.parts[name] for name in names], dtype=torch.float32)
+        return {"reward": torch.tensor(judgement.reward, dtype=torch.float32), "reward_parts": parts}
+
+    return judge
+
+
+def part_means(parts: Tensor, weights: Mapping[str, float]) -> dict[str, float]:
+    """The mean of each of several rewards, unweighted: `reward_NAME`; one of weight 0, which is never trained on, is a
+    measure of that NAME. `parts` [episodes, rewards]."""
+    if len(weights) < 2 or len(parts) == 0:
+        return {}
+    named = [reward_measure(name, weight) for name, weight in weights.items()]
+    return dict(zip(named, parts.nanmean(0).tolist(), strict=True))
+
+
+def reward_weights(config: RunConfig) -> dict[str, float]:
+    return {name: reward.weight for name, reward in config.rewards.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Judges:
+    """Everyone who says something about an episode."""
+
+    config: RunConfig
+    made: Made
+    queue: SampleQueue
+    teachers: TeacherClient
+    reference: Scorer | None
+    rewards: RewardPool | None
+
+    def __call__(self, want: Want, training: bool) -> EpisodeScorer:
+        """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
+        found: list[Judge] = []
+        if self.teachers.teachers and want != Want():
+            found.append(lambda key, prompt, row: self.teachers.score(key, prompt, row, want))
+        if training and self.reference is not None:
+            found.append(_reference_judge(self.reference))
+        if self.rewards is None:
+            return EpisodeScorer(self.queue, tuple(found))
+        judge = reward_judge(self.rewards, tuple(self.config.rewards), self.made)
+        return EpisodeScorer(self.queue, tuple(found), (judge,))
+
+
+def _reference_judge(engine: Scorer) -> Judge:
+    async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+        request = ScoreRequest(key, trajectory.tokens, tuple(runs(trajectory.mask)), Want(sampled=True), "reference")
+        scores = await engine.score(request)
+        assert scores.logp is not None
+        return {"reference_logp": scores.logp}
+
+    return judge
