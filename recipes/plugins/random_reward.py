@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
-from tutelage.rewards.contract import Answer, register_reward
+from tutelage import Answer, reward
 
 
-@register_reward("random")
+@reward("random")
 def random_reward(answer: Answer, *, chance: float = 0.5) -> float:
     """1 with probability `chance`, drawn from prompt and answer (text or picture): a resumed run sees the same."""
     made = answer.text.encode() if answer.media is None else answer.media.data

@@ -2,6 +2,10 @@
 
 The public names are here; everything else is reached by its room. Names are loaded on first use, so that importing
 the package does not import torch.
+
+    from tutelage import Answer, Episode, LoopContext, Prompt, agent_loop, objective, reward
+
+is what a plugin needs: `@agent_loop("name")`, `@reward("name")` and `@objective("name")` register what it defines.
 """
 
 from __future__ import annotations
@@ -9,18 +13,49 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tutelage.algorithms.objectives import Settings
+    from tutelage.algorithms.objectives import register_objective as objective
     from tutelage.api import distill
     from tutelage.config.schema import Config
+    from tutelage.data.trajectory import Episode, Prompt, Trajectory
     from tutelage.loop import resume, train
+    from tutelage.rewards.contract import Answer
+    from tutelage.rewards.contract import register_reward as reward
+    from tutelage.rollout.contract import LoopContext
+    from tutelage.rollout.contract import register as agent_loop
 
 __version__ = "0.1.0"
-__all__ = ["Config", "__version__", "distill", "resume", "train"]
+__all__ = [
+    "Answer",
+    "Config",
+    "Episode",
+    "LoopContext",
+    "Prompt",
+    "Settings",
+    "Trajectory",
+    "__version__",
+    "agent_loop",
+    "distill",
+    "objective",
+    "resume",
+    "reward",
+    "train",
+]
 
 _HOMES = {
-    "Config": "tutelage.config.schema",
-    "distill": "tutelage.api",
-    "resume": "tutelage.loop",
-    "train": "tutelage.loop",
+    "Answer": "tutelage.rewards.contract:Answer",
+    "Config": "tutelage.config.schema:Config",
+    "Episode": "tutelage.data.trajectory:Episode",
+    "LoopContext": "tutelage.rollout.contract:LoopContext",
+    "Prompt": "tutelage.data.trajectory:Prompt",
+    "Settings": "tutelage.algorithms.objectives:Settings",
+    "Trajectory": "tutelage.data.trajectory:Trajectory",
+    "agent_loop": "tutelage.rollout.contract:register",
+    "distill": "tutelage.api:distill",
+    "objective": "tutelage.algorithms.objectives:register_objective",
+    "resume": "tutelage.loop:resume",
+    "reward": "tutelage.rewards.contract:register_reward",
+    "train": "tutelage.loop:train",
 }
 
 
@@ -29,4 +64,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tutelage' has no attribute {name!r}")
     from importlib import import_module
 
-    return vars(import_module(_HOMES[name]))[name]
+    module, attribute = _HOMES[name].split(":")
+    return vars(import_module(module))[attribute]

@@ -3,7 +3,7 @@
 A claim is a divergence over the full distribution, at states held fixed (target `token`) or of whole sequences (target
 `sequence`). `tutelage certify` compares the claim with the gradient that the losses really have.
 
-    @register_objective("my_loss", sees="distribution", claim="reverse_kl")
+    @objective("my_loss", sees="distribution", claim="reverse_kl")
     def my_loss(student_logp, teacher_logp, settings):   # [actions, outcomes] each → [actions]
         ...
 """

@@ -29,8 +29,7 @@ def load_file(path: str) -> list[str]:
     if not _LOADED[name]:
         del _LOADED[name]
         raise UserError(
-            f"--file: {path} registers no objective: decorate a formula with "
-            '@register_objective("name"), from tutelage.algorithms.objectives'
+            f'--file: {path} registers no objective: decorate a formula with @objective("name"), from tutelage'
         )
     return _LOADED[name]
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from tutelage.errors import UserError
 
+IMPORTS = "write `from tutelage import Answer, Episode, LoopContext, Prompt, agent_loop, objective, reward`"
+"""What a plugin imports its decorators and types with."""
+
 
 def load_plugin(path: str) -> None:
     """Run a user's file, which registers what it defines; once in a process, however many runs ask for it. What it
@@ -35,9 +38,13 @@ def load_plugin(path: str) -> None:
 
 def _raised_in(file: Path, error: BaseException) -> str:
     """An exception in one line, with the last line of a user's file that led to it."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "understudy":
+        return f"{_line(file, error)}the project is called tutelage now: {IMPORTS}"
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame.lineno for frame in frames if Path(frame.filename) == file]
-    line = f"line {own[-1]}: " if own else ""
-    return f"{line}{type(error).__name__}: {error}"
+    return f"{_line(file, error)}{type(error).__name__}: {error}"
+
+
+def _line(file: Path, error: BaseException) -> str:
+    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    return f"line {own[-1]}: " if own else ""

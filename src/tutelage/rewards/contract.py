@@ -1,6 +1,6 @@
 """What a reward is given, what it returns, and how it gets its name.
 
-    @register_reward("short")
+    @reward("short")
     def short(answer: Answer, *, limit: int = 100) -> float:
         return 1.0 if len(answer.text) <= limit else 0.0
 

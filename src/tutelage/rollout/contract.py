@@ -1,6 +1,6 @@
 """What an agent loop is, and how a loop gets its name.
 
-    @register("my_loop")
+    @agent_loop("my_loop")
     class MyLoop:
         async def run(self, prompt: Prompt, context: LoopContext) -> Episode:
             tokens = context.render(prompt)
