@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-TARGETS = (
-    "src/tutelage/losses/*.py",
-    "src/tutelage/algorithms/*.py",
-    "src/tutelage/learner/*.py",
-    "src/tutelage/teachers/*.py",
-    "src/tutelage/agent_loop/*.py",
-    "src/tutelage/rollout/runner.py",
-    "src/tutelage/rollout/scoring.py",
-    "src/tutelage/learner/step.py",
-    "src/tutelage/algorithms/build.py",
+TARGETS = tuple(
+    f"src/tutelage/{room}/*.py" for room in ("losses", "algorithms", "learner", "teachers", "rollout", "rollout/loops")
 )
 
 NOT_RUN = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,9 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import tutelage
-from tutelage.algorithms.distill import SupervisedLoss
 from tutelage.assemble import assemble
-from tutelage.cli import main
 from tutelage.config.schema import Distill
 from tutelage.errors import UserError
-from tutelage.losses.contract import LossSum, ModelOut
 from tutelage.record import RunDirectory
 from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers.client import TeacherClient
@@ -493,39 +488,6 @@ def test_teachers_score_while_other_episodes_are_written(
     last = max(i for i, (what, _) in enumerate(events) if what == "written")
     assert events[last] == ("written", 0)
     assert {uid for what, uid in events[:last] if what == "scored"} == {1, 2}
-
-
-def test_from_the_command_line_to_a_loss_it_is_eight_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    compute = SupervisedLoss.__call__
-
-    def watched(self: SupervisedLoss, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
-        frame, names = sys._getframe(1), ["loss"]
-        while frame is not None:
-            if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-                names.append(frame.f_code.co_name)
-            frame = frame.f_back  # type: ignore[assignment]
-        seen.append(names)
-        return compute(self, out, columns)
-
-    monkeypatch.setattr(SupervisedLoss, "__call__", watched)
-    recipe = tiny.recipe(tmp_path, steps=1, data={"validation": None})
-    assert main(["train", str(recipe)]) == 0
-    assert seen
-    assert seen[0][-1] == "main"
-    assert len(seen[0]) <= 8, seen[0]
-
-
-def test_the_loop_is_short() -> None:
-    assert len((PACKAGE / "train.py").read_text().splitlines()) < 200
-
-
-def test_the_name_train_is_the_function_whatever_was_imported() -> None:
-    import tutelage.api
-    import tutelage.loop
-
-    assert callable(tutelage.loop)
-    assert callable(tutelage.distill)
 
 
 def test_the_check_of_many_prompts_shows_how_far_it_is(tmp_path: Path) -> None:

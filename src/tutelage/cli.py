@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from tutelage.errors import UserError
@@ -13,9 +12,8 @@ from tutelage.errors import UserError
 RUN_CONFIG = "config.yaml"
 """The resolved configuration in a run's directory."""
 
-Handler = Callable[[argparse.Namespace], Callable[[], Path] | int | None]
-"""Does what a command asks. Where that is a run, the run is handed back for `main` to make: from there to a loss it is
-not far then, and a traceback stays short. A number is the exit code."""
+Handler = Callable[[argparse.Namespace], int | None]
+"""Does what a command asks; a number is the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,34 +22,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     handler: Handler = args.handler
     try:
-        run = handler(args)
-        if isinstance(run, int):
-            return run
-        if run is not None:
-            print(f"run: {run()}")
+        return handler(args) or 0
     except UserError as error:
         print(f"tutelage: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tutelage: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
-def train_command(args: argparse.Namespace) -> Callable[[], Path]:
+def train_command(args: argparse.Namespace) -> None:
     from tutelage.config.load import load
 
     config = load(args.recipe, args.overrides).config
     from tutelage.loop import train
 
-    return partial(train, config)
+    print(f"run: {train(config)}")
 
 
-def resume_command(args: argparse.Namespace) -> Callable[[], Path]:
+def resume_command(args: argparse.Namespace) -> None:
     run = _existing_run(args.run)
     from tutelage.loop import resume
 
-    return partial(resume, run, args.steps, args.overrides)
+    print(f"run: {resume(run, args.steps, args.overrides)}")
 
 
 def eval_command(args: argparse.Namespace) -> None:

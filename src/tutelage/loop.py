@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tutelage.assemble import Parts, assemble
@@ -182,12 +180,3 @@ async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTime
         if isinstance(outcome, EpisodeDone):
             times.add(outcome)
     return await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
-
-
-class _Callable(ModuleType):
-    """Importing this file makes `tutelage.loop` mean the file; as a function it must go on working."""
-
-    __call__ = staticmethod(train)
-
-
-sys.modules[__name__].__class__ = _Callable

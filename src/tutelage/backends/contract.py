@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ class Backstage(Protocol):
         """Engines drop the prompts that they kept: what a step or an evaluation computes, to the last bit, must not
         depend on what was done before, or a resumed run would differ."""
 
-    def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Awaitable[Learnt]:
+    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
         """One step's updates. NonFiniteLoss if there is one."""
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
@@ -113,8 +112,8 @@ class Embedded:
         for engine in self.engines:
             await engine.load(engine.version, None)
 
-    def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> asyncio.Task[Learnt]:
-        return asyncio.create_task(self.learner.learn(ref, rate, schedule, shown), name="learn")
+    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
+        return await self.learner.learn(ref, rate, schedule, shown)
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
         return await self.learner.measure(ref, columns)
