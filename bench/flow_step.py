@@ -80,8 +80,8 @@ async def running(model: str) -> AsyncIterator[Run]:
     """A run that is ready for its first step."""
     with tempfile.TemporaryDirectory(prefix="tutelage-bench-") as directory:
         run = opened(Path(directory), model)
-        async with run.parts.backstage.running():
-            await run.parts.backstage.publish(run.version)
+        async with run.parts.backend.running():
+            await run.parts.backend.publish(run.version)
             yield run
 
 

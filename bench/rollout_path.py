@@ -34,7 +34,7 @@ from tutelage.queue import MemoryQueue
 from tutelage.queue.contract import SampleQueue
 from tutelage.rollout.loops.single_turn import SingleTurn
 from tutelage.rollout.manager import RolloutManager
-from tutelage.rollout.runner import EpisodeDone, Order, Rollout
+from tutelage.rollout.runner import EpisodeDone, Rollout, RolloutRequest
 from tutelage.rollout.scoring import EpisodeScorer
 from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.routing.router import Router
@@ -122,7 +122,7 @@ def make_rollout(queue: SampleQueue, shared: SharedDesks | None = None) -> Rollo
 
 async def run_prompts(rollout: Rollout, prompts: Sequence[Prompt]) -> int:
     """Episodes that were completed."""
-    order = Order("train", SAMPLES, Sampling(), Want(top_k=TOP), seed=0)
+    order = RolloutRequest("train", SAMPLES, Sampling(), Want(top_k=TOP), seed=0)
     return sum([1 async for outcome in rollout.run(order, prompts) if isinstance(outcome, EpisodeDone)])
 
 
@@ -186,11 +186,11 @@ class Worker:
 
     def __init__(self, queue: SampleQueue) -> None:
         from tutelage.backends.ray.cluster import Remote
-        from tutelage.backends.ray.coordinator import BOARD, desks
+        from tutelage.backends.ray.coordinator import COORDINATOR, desks
 
         torch.set_num_threads(1)
         collect_rarely()
-        self.rollout = make_rollout(queue, desks(Remote.find(BOARD), "worker"))
+        self.rollout = make_rollout(queue, desks(Remote.find(COORDINATOR), "worker"))
 
     async def run(self, prompts: list[Prompt]) -> int:
         return await run_prompts(self.rollout, prompts)
@@ -200,11 +200,11 @@ def on_ray(sizes: Sizes) -> dict[tuple[int, int], Cost]:
     import ray
 
     from tutelage.backends.ray.cluster import OPEN_CALLS
-    from tutelage.backends.ray.coordinator import BOARD, Board
+    from tutelage.backends.ray.coordinator import COORDINATOR, Coordinator
 
     actor: Any = ray.remote(Worker)
     with sample_queue(window=WINDOW) as queue:
-        board = ray.remote(Board).options(name=BOARD, num_cpus=0, max_concurrency=OPEN_CALLS)
+        board = ray.remote(Coordinator).options(name=COORDINATOR, num_cpus=0, max_concurrency=OPEN_CALLS)
         desks = board.remote({"student": 2, "teacher": 2}, sizes.many)
         worker = actor.options(num_cpus=0).remote(queue)
         found = asyncio.run(rounds(queue, worker.run.remote, sizes))

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bench.protocol import Work
 from tutelage import loop as train
-from tutelage.backends.contract import Embedded
+from tutelage.backends.contract import InlineBackend
 from tutelage.config.load import dump
 from tutelage.config.schema import Config
 from tutelage.record.display import Display
@@ -60,14 +60,14 @@ class TutelageStepper:
     def __init__(self, run: train.Run, prompt_tokens: list[int], per_step: int) -> None:
         self.run = run
         self.prompt_tokens, self.per_step = prompt_tokens, per_step
-        backstage = run.parts.backstage
-        assert isinstance(backstage, Embedded)
-        self.student_bytes = _bytes(backstage.student.model.model)
-        self.teacher_bytes = sum(_bytes(engine.model.model) for engine in backstage.teachers.values())
+        backend = run.parts.backend
+        assert isinstance(backend, InlineBackend)
+        self.student_bytes = _bytes(backend.student.model.model)
+        self.teacher_bytes = sum(_bytes(engine.model.model) for engine in backend.teachers.values())
         self.loop = asyncio.new_event_loop()
-        self.running = backstage.running()  # kept, or it would be left when nobody refers to it
+        self.running = backend.running()  # kept, or it would be left when nobody refers to it
         self.loop.run_until_complete(self.running.__aenter__())
-        self.loop.run_until_complete(backstage.publish(run.version))
+        self.loop.run_until_complete(backend.publish(run.version))
 
     def close(self) -> None:
         self.loop.run_until_complete(self.running.__aexit__(None, None, None))

@@ -24,7 +24,7 @@ from tutelage.queue.memory import MemoryQueue
 from tutelage.rollout.contract import LOOPS, AgentLoop, LoopContext, PromptTooLong, register, render_prompt
 from tutelage.rollout.loops.single_turn import SingleTurn
 from tutelage.rollout.manager import RolloutManager
-from tutelage.rollout.runner import EpisodeDone, EpisodeTimes, Order, Rollout
+from tutelage.rollout.runner import EpisodeDone, EpisodeTimes, Rollout, RolloutRequest
 from tutelage.rollout.scoring import EpisodeScorer
 from tutelage.rollout.worker import AgentLoopWorker, EpisodeFailure
 
@@ -425,7 +425,7 @@ def test_an_episode_of_other_weights_than_the_steps_is_not_trained_on(
         lambda want, training: EpisodeScorer(queue, ()),
     )
     asked = [replace(prompt, agent_loop="restarted") for prompt in prompts(1, version=written)]
-    order = Order(partition, 1, SAMPLING, Want(), seed=0, step=5, version=3)
+    order = RolloutRequest(partition, 1, SAMPLING, Want(), seed=0, step=5, version=3)
 
     async def work() -> tuple[list[EpisodeDone | EpisodeFailure], BatchRef]:
         await queue.open(GroupKey(partition, 0), 1)

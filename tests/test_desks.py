@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutelage.backends.ray.cluster import Remote
-from tutelage.backends.ray.coordinator import BOARD, Board, desks
+from tutelage.backends.ray.coordinator import COORDINATOR, Coordinator, desks
 from tutelage.errors import UserError
 from tutelage.routing.router import AllReplicasFailed, Router
 from tutelage.routing.shared import Call, Desks, Grant, Said, SharedDesks
@@ -32,7 +32,7 @@ class Gate:
 
 
 class Wire:
-    """Stands for the way to the board: counts messages, and each takes a moment."""
+    """Stands for the way to the coordinator: counts messages, and each takes a moment."""
 
     def __init__(self, there: Desks) -> None:
         self.there = there
@@ -54,7 +54,7 @@ class Wire:
         for _ in range(3):
             await asyncio.sleep(0)
         if self.cut:
-            raise UserError("the run lost its board")
+            raise UserError("the run lost its coordinator")
 
 
 def routers(
@@ -186,7 +186,7 @@ def test_without_the_board_nobody_waits_for_ever() -> None:
         assert found[0] == "0"
         for error in (*found[1:], *await asyncio.gather(router.call("new", Gate.answer), return_exceptions=True)):
             assert isinstance(error, UserError)
-            assert "lost its board" in str(error)
+            assert "lost its coordinator" in str(error)
 
     asyncio.run(main())
 
@@ -251,7 +251,7 @@ def test_places_are_never_lost_nor_given_twice(
     asyncio.run(main())
 
 
-# ── the real board ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the real coordinator ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Asker:
@@ -259,7 +259,7 @@ class Asker:
 
     def __init__(self, name: str) -> None:
         self.replicas = [Gate("0"), Gate("1")]
-        self.router = Router("main", self.replicas, desks(Remote.find(BOARD), name)["main"])
+        self.router = Router("main", self.replicas, desks(Remote.find(COORDINATOR), name)["main"])
         self.tasks: list[asyncio.Task[str]] = []
 
     async def begin(self, key: str) -> None:
@@ -271,7 +271,7 @@ class Asker:
         return await asyncio.gather(*self.tasks)
 
 
-class Light(Board):
+class Light(Coordinator):
     async def light(self) -> bool:
         return "torch" not in sys.modules
 
@@ -291,7 +291,7 @@ def test_two_processes_and_a_board(cluster: None) -> None:
 
     async def until(wanted: list[int]) -> None:
         async with asyncio.timeout(60):
-            while (await board.call("in_flight"))["main"] != wanted:
+            while (await coordinator.call("in_flight"))["main"] != wanted:
                 await asyncio.sleep(0.01)
 
     async def main() -> None:
@@ -307,16 +307,18 @@ def test_two_processes_and_a_board(cluster: None) -> None:
         assert await first.call("finish") == ["0", "1"], "the replica of the key is full"
         await until([2, 1])
         ray.kill(second.actor)
-        await board.call("leave", "second")
+        await coordinator.call("leave", "second")
         await until([0, 0])
-        assert await board.call("light"), "the board does not load torch"
+        assert await coordinator.call("light"), "the coordinator does not load torch"
         for key in range(5):
             await third.call("begin", str(key))
         await until([2, 2])
-        ray.kill(board.actor)
-        with pytest.raises(UserError, match=r"the run lost its board; .tutelage resume. goes on .*board died"):
+        ray.kill(coordinator.actor)
+        with pytest.raises(
+            UserError, match=r"the run lost its coordinator; .tutelage resume. goes on .*coordinator died"
+        ):
             await third.call("finish")
 
-    board = spawn(Light, BOARD, {"main": 2}, 2)
+    coordinator = spawn(Light, COORDINATOR, {"main": 2}, 2)
     first, second, third = (spawn(Asker, name, name) for name in ("first", "second", "third"))
     asyncio.run(main())

@@ -19,7 +19,7 @@ import tiny_paint
 import tutelage
 from test_learner import LIMITS, algorithm, make_batch
 from tutelage.assemble import assemble
-from tutelage.backends.contract import Embedded
+from tutelage.backends.contract import InlineBackend
 from tutelage.backends.ray import actors as hosts
 from tutelage.checkpoint.store import Checkpoint, CheckpointStore, load
 from tutelage.cli import main
@@ -66,8 +66,8 @@ def short(root: Path) -> Path:
 
 
 def learner_of(config: Config | DiffusionConfig) -> Learner:
-    stage = assemble(config).backstage
-    assert isinstance(stage, Embedded)
+    stage = assemble(config).backend
+    assert isinstance(stage, InlineBackend)
     return stage.learner
 
 
@@ -163,9 +163,9 @@ def test_an_engine_has_the_rounded_masters_whenever_weights_are_published(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Tensor]] = []
-    own = Embedded.publish
+    own = InlineBackend.publish
 
-    async def publish(self: Embedded, version: int) -> None:
+    async def publish(self: InlineBackend, version: int) -> None:
         await own(self, version)
         masters = {name: p.detach().clone() for name, p in self.learner.student.named}
         engine = dict(self.student.model.model.named_parameters())
@@ -175,7 +175,7 @@ def test_an_engine_has_the_rounded_masters_whenever_weights_are_published(
             assert torch.equal(weight, masters[name].bfloat16()), name
         seen.append(masters)
 
-    monkeypatch.setattr(Embedded, "publish", publish)
+    monkeypatch.setattr(InlineBackend, "publish", publish)
     run = tutelage.train(tiny.config(root, name="published", steps=2, student=BF16))
     tutelage.resume(run, steps=3)
     assert len(seen) == 5  # at the start and after each step
@@ -292,9 +292,9 @@ def test_one_update_changes_masters_by_the_gradient_that_was_added(name: Any) ->
 # ── other places ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def host(learner: Learner, ranks: int) -> hosts.LearnerHost:
+def host(learner: Learner, ranks: int) -> hosts.LearnerActor:
     """A rank without a cluster."""
-    made = object.__new__(hosts.LearnerHost)
+    made = object.__new__(hosts.LearnerActor)
     made.learner, made.rank, made.count = learner, 0, ranks
     return made
 
@@ -356,7 +356,7 @@ def test_a_student_that_paints_has_masters_and_a_running_mean_of_them(root: Path
     config = tiny_paint.config(root, student={**base, **BF16, "lora": lora}, optimizer={"ema": 0.9, "lr": 1e-5})
     name = f"paint-{lora is None}"
     run = open_run(config, RunDirectory(root / "runs" / name), Display(1, name, console=Console(quiet=True)))
-    learner: Learner = run.parts.backstage.learner  # type: ignore[attr-defined]
+    learner: Learner = run.parts.backend.learner  # type: ignore[attr-defined]
     student = learner.student
     weights = dict(trainable(student.model.transformer))
     first = {key: p.detach().clone() for key, p in student.named}
@@ -368,7 +368,7 @@ def test_a_student_that_paints_has_masters_and_a_running_mean_of_them(root: Path
         assert all(torch.equal(first[key], stored[key]) for key in first), "they start from the files"
 
     async def one_step() -> None:
-        async with run.parts.backstage.running():
+        async with run.parts.backend.running():
             ref = await tiny_paint.rolled_out(run)
             await learner.learn(ref, 1e-5, Schedule(), shown=0)
 

@@ -12,7 +12,14 @@ from torch import Tensor
 import tiny_flow
 import tiny_paint
 from tutelage.data.trajectory import Key
-from tutelage.engines.contract import EngineError, Painted, Painting, PaintRequest, StepScoreRequest, Want
+from tutelage.engines.contract import (
+    DiffusionOutput,
+    DiffusionRequest,
+    DiffusionSampling,
+    EngineError,
+    StepScoreRequest,
+    Want,
+)
 from tutelage.engines.diffusion import DiffusionEngine
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.models.flow.base import PipelineModel
@@ -31,7 +38,7 @@ def sigmas_of(model: PipelineModel) -> Tensor:
     return model.sigmas(tiny_paint.STEPS, tiny_paint.SIZE)
 
 
-def assert_alike(first: Painted, second: Painted) -> None:
+def assert_alike(first: DiffusionOutput, second: DiffusionOutput) -> None:
     """The same medium, up to rounding of the batch that it was computed in."""
     assert first.latents is not None
     assert second.latents is not None
@@ -99,7 +106,7 @@ def test_weights_have_a_version_that_actions_carry(model: PipelineModel) -> None
 
 
 def test_without_capture_there_are_no_actions(model: PipelineModel) -> None:
-    plain = Painting(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width)
+    plain = DiffusionSampling(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width)
     painted = tiny_paint.paint(DiffusionEngine(model), tiny_paint.requests(plain))[0]
     assert not painted.mask.any()
     assert len(painted.mask) == tiny_paint.STEPS
@@ -111,7 +118,7 @@ def test_without_capture_there_are_no_actions(model: PipelineModel) -> None:
 
 
 def test_without_noise_it_paints_what_the_pipeline_paints(model: PipelineModel) -> None:
-    plain = Painting(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width, guidance=GUIDANCE)
+    plain = DiffusionSampling(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width, guidance=GUIDANCE)
     asked = tiny_paint.requests(plain, tiny_flow.PROMPTS, samples=1)
     painted = torch.stack([each.media for each in tiny_paint.paint(DiffusionEngine(model), asked)])
     shape = model.latent_shape(tiny_paint.SIZE)
@@ -145,7 +152,7 @@ def test_a_prompt_is_encoded_once(model: PipelineModel) -> None:
 
 
 def test_stages_show_the_way_to_the_picture(model: PipelineModel) -> None:
-    plain = Painting(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width, stages=True)
+    plain = DiffusionSampling(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width, stages=True)
     asked = tiny_paint.requests(plain)
     painted = tiny_paint.paint(DiffusionEngine(model), asked)[5]
     assert painted.stages is not None
@@ -157,7 +164,7 @@ def test_stages_show_the_way_to_the_picture(model: PipelineModel) -> None:
 
 
 def test_the_forward_process_noises_finished_media(model: PipelineModel) -> None:
-    how = Painting(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width, capture=True, times=3)
+    how = DiffusionSampling(tiny_paint.STEPS, tiny_paint.SIZE.height, tiny_paint.SIZE.width, capture=True, times=3)
     first, second = tiny_paint.paint(DiffusionEngine(model), tiny_paint.requests(how))[:2]
     for painted in (first, second):
         assert painted.latents is not None
@@ -214,10 +221,10 @@ def test_scores_are_the_means_of_the_own_steps(model: PipelineModel) -> None:
     assert engine.counts.score_batches == -(-2 * len(asked) // 6)
 
 
-def outcomes(engine: DiffusionEngine, asked: list[PaintRequest]) -> list[Painted | BaseException]:
+def outcomes(engine: DiffusionEngine, asked: list[DiffusionRequest]) -> list[DiffusionOutput | BaseException]:
     """What everyone who asked is told; an error if somebody is left waiting."""
 
-    async def all_of_them() -> list[Painted | BaseException]:
+    async def all_of_them() -> list[DiffusionOutput | BaseException]:
         async with InlineScheduler([engine], score_every=1):
             waiting = [asyncio.ensure_future(engine.generate(request)) for request in asked]
             _, pending = await asyncio.wait(waiting, timeout=5)
@@ -251,7 +258,7 @@ def test_a_request_that_waits_can_be_aborted(model: PipelineModel) -> None:
     engine = DiffusionEngine(model, slots=1)
     asked = tiny_paint.requests(tiny_paint.painting())[:3]
 
-    async def one_less() -> list[Painted | BaseException]:
+    async def one_less() -> list[DiffusionOutput | BaseException]:
         waiting = [asyncio.ensure_future(engine.generate(request)) for request in asked]
         await asyncio.sleep(0)
         engine.abort(asked[1].id)
@@ -260,8 +267,8 @@ def test_a_request_that_waits_can_be_aborted(model: PipelineModel) -> None:
             return await asyncio.gather(*waiting, return_exceptions=True)
 
     first, second, third = asyncio.run(one_less())
-    assert isinstance(first, Painted)
-    assert isinstance(third, Painted)
+    assert isinstance(first, DiffusionOutput)
+    assert isinstance(third, DiffusionOutput)
     assert isinstance(second, EngineError)
     assert asked[1].id in str(second)
     assert engine.counts.steps == 2 * tiny_paint.STEPS
@@ -271,7 +278,7 @@ def test_who_gave_up_is_not_painted_for(model: PipelineModel) -> None:
     engine = DiffusionEngine(model, slots=1)
     asked = tiny_paint.requests(tiny_paint.painting())[:2]
 
-    async def impatient() -> Painted:
+    async def impatient() -> DiffusionOutput:
         waiting = [asyncio.ensure_future(engine.generate(request)) for request in asked]
         await asyncio.sleep(0)
         waiting[0].cancel()
@@ -280,14 +287,14 @@ def test_who_gave_up_is_not_painted_for(model: PipelineModel) -> None:
         async with InlineScheduler([engine], score_every=1):
             return await waiting[1]
 
-    assert isinstance(asyncio.run(impatient()), Painted)
+    assert isinstance(asyncio.run(impatient()), DiffusionOutput)
     assert engine.counts.steps == tiny_paint.STEPS
 
 
 def test_settings_that_differ_share_no_batch(model: PipelineModel) -> None:
     engine = DiffusionEngine(model)
     trained = tiny_paint.requests(tiny_paint.painting())[:2]
-    shown = tiny_paint.requests(Painting(2, tiny_paint.SIZE.height, tiny_paint.SIZE.width))[2:4]
+    shown = tiny_paint.requests(DiffusionSampling(2, tiny_paint.SIZE.height, tiny_paint.SIZE.width))[2:4]
     both = tiny_paint.paint(engine, [*trained, *shown])
     for one, other in zip(both[:2], tiny_paint.paint(DiffusionEngine(model), trained), strict=True):
         assert_alike(one, other)

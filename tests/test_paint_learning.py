@@ -43,10 +43,10 @@ def rolled_out(config: DiffusionConfig) -> tuple[Learner, Batch]:
     """The learner of a run and the rows of its first step, with all that its losses need."""
     directory = RunDirectory(Path(config.out) / config.name)
     run = open_run(config, directory, Display(config.steps, config.name, console=Console(quiet=True)))
-    learner: Learner = run.parts.backstage.learner  # type: ignore[attr-defined]
+    learner: Learner = run.parts.backend.learner  # type: ignore[attr-defined]
 
     async def roll_out() -> Batch:
-        async with run.parts.backstage.running():
+        async with run.parts.backend.running():
             ref = await tiny_paint.rolled_out(run)
             return await learner._rows(ref, Share.dealt(ref, alone))
 
@@ -347,7 +347,7 @@ def test_the_running_mean_follows_every_update(root: Path, minibatches: int) -> 
     config = tiny_paint.config(root, optimizer={"ema": 0.9, "lr": 1e-2}, algorithm={"minibatches": minibatches})
     directory = RunDirectory(Path(config.out) / "mean")
     run = open_run(config, directory, Display(1, "mean", console=Console(quiet=True)))
-    learner: Learner = run.parts.backstage.learner  # type: ignore[attr-defined]
+    learner: Learner = run.parts.backend.learner  # type: ignore[attr-defined]
     student, seen = learner.student, []
 
     def remember(*_: object) -> None:
@@ -357,7 +357,7 @@ def test_the_running_mean_follows_every_update(root: Path, minibatches: int) -> 
     student.optimizer.register_step_post_hook(remember)
 
     async def one_step() -> None:
-        async with run.parts.backstage.running():
+        async with run.parts.backend.running():
             ref = await tiny_paint.rolled_out(run)
             await learner.learn(ref, 1e-2, Schedule(minibatches=minibatches), shown=0)
 

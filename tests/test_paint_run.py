@@ -52,7 +52,7 @@ def rows_of_steps(config: DiffusionConfig, columns: tuple[str, ...], steps: int)
 
     async def roll_out() -> list[Batch]:
         found = []
-        async with run.parts.backstage.running():
+        async with run.parts.backend.running():
             for step in range(1, steps + 1):
                 ref = await tiny_paint.rolled_out(run, step)
                 batch = await run.parts.queue.get(ref, columns)
@@ -199,11 +199,11 @@ def test_evaluation_uses_the_running_mean_and_gives_the_weights_back(
         )
 
     async def watched(self: PictureEvaluator) -> Any:
-        seen.append(("inside", state(self.parts.backstage.learner.student)))  # type: ignore[attr-defined]
+        seen.append(("inside", state(self.parts.backend.learner.student)))  # type: ignore[attr-defined]
         return await evaluate(self)
 
     async def validate(run: Run) -> None:
-        student = run.parts.backstage.learner.student  # type: ignore[attr-defined]
+        student = run.parts.backend.learner.student  # type: ignore[attr-defined]
         seen.append(("before", state(student)))
         await own(run)
         seen.append(("after", state(student)))

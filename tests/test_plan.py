@@ -19,7 +19,7 @@ import tiny
 import tutelage
 from tutelage.algorithms.build import build_algorithm
 from tutelage.assemble import assemble
-from tutelage.backends.contract import Embedded
+from tutelage.backends.contract import InlineBackend
 from tutelage.cli import main
 from tutelage.config.load import load
 from tutelage.config.schema import Config, Model
@@ -177,14 +177,14 @@ def test_bytes_of_a_step(tmp_path: Path) -> None:
     assert memory(planned)["columns of a step"] == planned.step_bytes
 
 
-def embedded(config: Config) -> Embedded:
+def embedded(config: Config) -> InlineBackend:
     """The real models of a run."""
-    backstage = assemble(config).backstage
-    assert isinstance(backstage, Embedded)
-    return backstage
+    backend = assemble(config).backend
+    assert isinstance(backend, InlineBackend)
+    return backend
 
 
-def learned(parts: Embedded) -> dict[str, int]:
+def learned(parts: InlineBackend) -> dict[str, int]:
     """Bytes of real tensors after one update of all that learns."""
     found = {"student weights": sum(p.nbytes for p in parts.learner.student.model.model.parameters())}
     for name, who in (("student", parts.learner.student), ("critic", parts.learner.critic)):

@@ -17,7 +17,7 @@ import pytest
 
 import tiny
 import tutelage
-from tutelage.backends.ray.backend import Distributed
+from tutelage.backends.ray.backend import RayBackend
 from tutelage.backends.ray.cluster import Remote
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.errors import UserError
@@ -80,11 +80,11 @@ def settings(root: Path, **sections: Any) -> dict[str, Any]:
 class Assassin(threading.Thread):
     """Kills parts of a run from beside it, in turn, each when it has something to do."""
 
-    def __init__(self, *plots: Callable[[Distributed, RunDirectory], bool]) -> None:
+    def __init__(self, *plots: Callable[[RayBackend, RunDirectory], bool]) -> None:
         super().__init__(daemon=True)
         self.plots = list(plots)
         self.done: list[str] = []
-        self.found: Distributed | None = None
+        self.found: RayBackend | None = None
         self.directory: RunDirectory | None = None
         self.error: BaseException | None = None
         self.ended = 0.0
@@ -107,14 +107,14 @@ class Assassin(threading.Thread):
 @pytest.fixture
 def hire(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Assassin], None]:
     """Lets an assassin into the next run."""
-    ready = Distributed._ready
+    ready = RayBackend._ready
 
     def let_in(run: Path, assassin: Assassin) -> None:
-        async def watched(self: Distributed) -> None:
+        async def watched(self: RayBackend) -> None:
             await ready(self)
             assassin.found, assassin.directory = self, RunDirectory(run)
 
-        monkeypatch.setattr(Distributed, "_ready", watched)
+        monkeypatch.setattr(RayBackend, "_ready", watched)
         assassin.start()
 
     return let_in
@@ -132,32 +132,32 @@ def kill(remote: Remote, question: str) -> bool:
     return True
 
 
-def kill_serving(run: Distributed, replica: Remote, desk: str) -> bool:
+def kill_serving(run: RayBackend, replica: Remote, desk: str) -> bool:
     """SIGKILL to the first replica of a desk, if it has a request in flight."""
     pid = replica.ask("pid")
-    if run.board.ask("in_flight")[desk][0] < 1:
+    if run.coordinator.ask("in_flight")[desk][0] < 1:
         return False
     os.kill(pid, signal.SIGKILL)
     return True
 
 
-def teacher(run: Distributed, directory: RunDirectory) -> bool:
+def teacher(run: RayBackend, directory: RunDirectory) -> bool:
     return steps_of(directory) >= 1 and kill_serving(run, run.engines.teachers["main"][0], of_teacher("main"))
 
 
-def student(run: Distributed, directory: RunDirectory) -> bool:
+def student(run: RayBackend, directory: RunDirectory) -> bool:
     return steps_of(directory) >= 2 and kill_serving(run, run.engines.student[0], STUDENT)
 
 
-def worker(run: Distributed, directory: RunDirectory) -> bool:
+def worker(run: RayBackend, directory: RunDirectory) -> bool:
     return steps_of(directory) >= 3 and kill(run.workers[0], "running")
 
 
-def rank(run: Distributed, directory: RunDirectory) -> bool:
+def rank(run: RayBackend, directory: RunDirectory) -> bool:
     return steps_of(directory) >= 2 and kill(run.ranks[1], "busy")
 
 
-def controller(run: Distributed, directory: RunDirectory) -> bool:
+def controller(run: RayBackend, directory: RunDirectory) -> bool:
     if steps_of(directory) < 2:
         return False
     (process,) = tiny.actors("TransferQueueController")
@@ -165,7 +165,7 @@ def controller(run: Distributed, directory: RunDirectory) -> bool:
     return True
 
 
-def every_teacher(run: Distributed, directory: RunDirectory) -> bool:
+def every_teacher(run: RayBackend, directory: RunDirectory) -> bool:
     first, *others = run.engines.teachers["main"]
     if steps_of(directory) < 2 or not kill_serving(run, first, of_teacher("main")):
         return False

@@ -15,7 +15,7 @@ import tutelage
 from test_learner import LIMITS, algorithm, make_batch
 from test_paint_learning import rolled_out
 from tutelage.assemble import assemble
-from tutelage.backends.contract import Embedded
+from tutelage.backends.contract import InlineBackend
 from tutelage.learner.step import Learner, Trainable
 from tutelage.learner.update import accumulate, measure
 from tutelage.models.layers import decoder_layers
@@ -26,8 +26,8 @@ RECOMPUTE = {"activation_checkpointing": True}
 
 
 def learner_of(root: Path, **sections: Any) -> Learner:
-    stage = assemble(tiny.config(root, **sections)).backstage
-    assert isinstance(stage, Embedded)
+    stage = assemble(tiny.config(root, **sections)).backend
+    assert isinstance(stage, InlineBackend)
     return stage.learner
 
 
@@ -89,8 +89,8 @@ def test_a_critic_is_computed_again_too(tmp_path: Path) -> None:
     settings = tiny.settings(tmp_path, rewards={"short": {"function": "exact_match"}}, learner=RECOMPUTE)
     settings |= {"data": {"train": str(tiny.write_prompts(tmp_path / "r.jsonl", rows))}, "algorithm": {"name": "ppo"}}
     del settings["teachers"]
-    stage = assemble(tiny.Config.model_validate(settings)).backstage
-    assert isinstance(stage, Embedded)
+    stage = assemble(tiny.Config.model_validate(settings)).backend
+    assert isinstance(stage, InlineBackend)
     critic = stage.learner.critic
     assert critic is not None
     calls = counted(decoder_layers(critic.model)[0].mlp)  # type: ignore[arg-type]

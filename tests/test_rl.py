@@ -552,7 +552,7 @@ def test_a_run_says_what_its_rewards_are_not_isolated_from(models: Path, monkeyp
     parts = assemble(config(models, {"name": "grpo"}), said.append)
 
     async def start() -> None:
-        async with parts.backstage.running():
+        async with parts.backend.running():
             pass
 
     asyncio.run(start())

@@ -15,7 +15,7 @@ import tiny
 import tiny_flow
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.trajectory import GroupKey
-from tutelage.engines.contract import Painted, Painting, PaintRequest
+from tutelage.engines.contract import DiffusionOutput, DiffusionRequest, DiffusionSampling
 from tutelage.engines.diffusion import DiffusionEngine
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.loop import Run
@@ -41,7 +41,7 @@ def model() -> PipelineModel:
     return StableDiffusion3(tiny_flow.pipeline("sd3"))
 
 
-def painting(**changes: Any) -> Painting:
+def painting(**changes: Any) -> DiffusionSampling:
     """The middle two of four steps are random and trained."""
     how: dict[str, Any] = {
         "steps": STEPS,
@@ -52,20 +52,20 @@ def painting(**changes: Any) -> Painting:
         "window": (1, 3),
         "capture": True,
     }
-    return Painting(**{**how, **changes})
+    return DiffusionSampling(**{**how, **changes})
 
 
-def requests(how: Painting, prompts: Sequence[str] = PROMPTS, samples: int = 2) -> list[PaintRequest]:
+def requests(how: DiffusionSampling, prompts: Sequence[str] = PROMPTS, samples: int = 2) -> list[DiffusionRequest]:
     """Every prompt several times, each time with a seed of its own."""
     return [
-        PaintRequest(f"{number}/{sample}", prompt, "blurry", how, 100 * number + sample, (number, sample))
+        DiffusionRequest(f"{number}/{sample}", prompt, "blurry", how, 100 * number + sample, (number, sample))
         for number, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
 
 
-def paint(engine: DiffusionEngine, asked: Sequence[PaintRequest]) -> list[Painted]:
-    async def all_of_them() -> list[Painted]:
+def paint(engine: DiffusionEngine, asked: Sequence[DiffusionRequest]) -> list[DiffusionOutput]:
+    async def all_of_them() -> list[DiffusionOutput]:
         async with InlineScheduler([engine], score_every=1):
             return list(await asyncio.gather(*(engine.generate(request) for request in asked)))
 
@@ -147,12 +147,12 @@ def recipe(root: Path, kind: str = "sd3", **sections: Any) -> Path:
 
 
 async def rolled_out(run: Run, step: int = 1) -> BatchRef:
-    """The rows of one training step, through the manager; the backstage must be running."""
+    """The rows of one training step, through the manager; the backend must be running."""
     parts = run.parts
     prompts = parts.stream.take(parts.config.prompts_per_step)
     for prompt in prompts:
         await parts.queue.open(GroupKey("train", prompt.uid), parts.config.rollout.samples)
-    order = parts.training_order(step, run.version)
+    order = parts.training_request(step, run.version)
     outcomes = [outcome async for outcome in parts.rollout.run(order, prompts)]
     assert all(isinstance(outcome, EpisodeDone) for outcome in outcomes), outcomes
     return await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)

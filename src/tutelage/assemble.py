@@ -7,14 +7,22 @@ from typing import Any
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, TeacherHead
-from tutelage.backends.contract import Backstage, Embedded
+from tutelage.backends.contract import Backend, InlineBackend
 from tutelage.backends.process import enter
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, RunConfig, TextSampling
 from tutelage.data.notes import Progress, Report, silent, unseen
 from tutelage.data.prompts import Prompts, PromptSet, PromptStream
-from tutelage.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling, Want
+from tutelage.engines.contract import (
+    DiffusionOutput,
+    DiffusionRequest,
+    DiffusionSampling,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    Want,
+)
 from tutelage.learner.step import Learner
 from tutelage.modality import dispatch
 from tutelage.modality import text as build
@@ -23,7 +31,7 @@ from tutelage.queue.contract import CountingQueue
 from tutelage.queue.memory import MemoryQueue
 from tutelage.rewards.processes.pool import RewardPool
 from tutelage.rollout.judges import Judges, painted, reward_pool
-from tutelage.rollout.runner import Order, Rollout, Rollouts
+from tutelage.rollout.runner import Rollout, RolloutRequest, Rollouts
 from tutelage.routing.router import Router
 from tutelage.teachers.client import TeacherClient
 from tutelage.teachers.pool import TeacherPool
@@ -40,7 +48,7 @@ class Parts:
     teachers: TeacherClient
     queue: CountingQueue
     rollout: Rollouts
-    backstage: Backstage
+    backend: Backend
     stream: PromptStream
     heldout: PromptSet | None
 
@@ -59,12 +67,12 @@ class Parts:
             stop_strings=settings.stop,
         )
 
-    def training_order(self, step: int, version: int) -> Order:
+    def training_request(self, step: int, version: int) -> RolloutRequest:
         """What a step asks of its episodes, and of teachers for the algorithm."""
         sampling, want = self._asked(step)
-        return Order("train", self.config.rollout.samples, sampling, want, self.config.seed, step, version)
+        return RolloutRequest("train", self.config.rollout.samples, sampling, want, self.config.seed, step, version)
 
-    def _asked(self, step: int) -> tuple[Sampling | Painting, Want]:
+    def _asked(self, step: int) -> tuple[Sampling | DiffusionSampling, Want]:
         config, payload = self.config, self.algorithm.payload
         if isinstance(config, DiffusionConfig):
             from tutelage.modality import diffusion as build_flow
@@ -94,7 +102,7 @@ def assemble(config: RunConfig, report: Report = silent, progress: Progress = un
         stage = _painters(config, queue, rewards, report)
     router = Router("student", [stage.student])
 
-    async def send(request: GenerateRequest | PaintRequest) -> Generation | Painted:
+    async def send(request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
         return await router.call(request.order[:2], lambda replica: replica.generate(request))
 
     seed_rng(config.seed)  # nothing of ours draws from the global generators, but plugins may
@@ -105,7 +113,7 @@ def assemble(config: RunConfig, report: Report = silent, progress: Progress = un
         teachers=stage.client,
         queue=queue,
         rollout=Rollout(build.loops(config, stage.tokenizer, send), stage.judges),
-        backstage=Embedded(
+        backend=InlineBackend(
             stage.learner, stage.student, stage.teachers, stage.reference, rewards, config.engine.score_every, report
         ),
         stream=stage.prompts.stream(config),
@@ -127,7 +135,7 @@ def _on_ray(config: RunConfig, report: Report, progress: Progress) -> Parts:
         teachers=build.teacher_client(config, teachers, tokenizers),
         queue=backend.queue,
         rollout=backend.rollout,
-        backstage=backend,
+        backend=backend,
         stream=prompts.stream(config),
         heldout=prompts.heldout,
     )

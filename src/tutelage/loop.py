@@ -113,11 +113,11 @@ def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Ru
 async def all_steps(run: Run, *, resumed: bool = False) -> None:
     """The whole of training, from the last checkpoint on if it is resumed."""
     config = run.parts.config
-    async with run.parts.backstage.running():
+    async with run.parts.backend.running():
         if resumed:
             await history.restore(run)
         with history.writing(run), on_interrupt(run.stop):
-            await run.parts.backstage.publish(run.version)
+            await run.parts.backend.publish(run.version)
             if history.due(run):  # before the first step, or after one that was killed before its evaluation
                 await history.validate(run)
             while run.step < config.steps and not run.stopping:
@@ -128,24 +128,24 @@ async def all_steps(run: Run, *, resumed: bool = False) -> None:
                     await history.validate(run)
                 if run.stopping:
                     await history.save(run)
-        run.counts = await run.parts.backstage.counts()
+        run.counts = await run.parts.backend.counts()
 
 
 async def step(run: Run) -> None:
     """Rollout, scoring, signal, learning, publication, record: one update (or several, from one batch)."""
     parts, config, number = run.parts, run.parts.config, run.step + 1
     started = time.perf_counter()
-    await parts.backstage.forget_prefixes()
+    await parts.backend.forget_prefixes()
     with run.display.phase("rollout"):
         ref, prompts, times = await _rollout(run, number)
     rate, shown = learning_rate(config.optimizer, number, config.steps), history.shown_rows(config, ref)
     with run.display.phase("update"):
         try:
-            metrics, columns = await parts.backstage.learn(ref, rate, schedule(config, number), shown)
+            metrics, columns = await parts.backend.learn(ref, rate, schedule(config, number), shown)
         except NonFiniteLoss as error:
             raise UserError(await history.dump_batch(run, ref, number, error)) from error
     run.version += 1
-    await parts.backstage.publish(run.version)
+    await parts.backend.publish(run.version)
     run.step = number
     seconds = time.perf_counter() - started
     metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, **times.metrics()}
@@ -176,7 +176,7 @@ async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTime
     parts = run.parts
     groups = (parts.queue.open(GroupKey("train", prompt.uid), parts.config.rollout.samples) for prompt in prompts)
     await asyncio.gather(*groups)
-    async for outcome in parts.rollout.run(parts.training_order(step, run.version), prompts):
+    async for outcome in parts.rollout.run(parts.training_request(step, run.version), prompts):
         if isinstance(outcome, EpisodeDone):
             times.add(outcome)
     return await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)

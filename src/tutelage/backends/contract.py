@@ -30,7 +30,7 @@ Learnt = tuple[dict[str, float], dict[str, Ragged]]
 """Metrics of a step, and per-action columns of the rows that are shown."""
 
 
-class Backstage(Protocol):
+class Backend(Protocol):
     """Student, teachers, learner: started once, asked many times."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -78,7 +78,7 @@ def say_gaps(gaps: Iterable[str], say: Callable[[str], None]) -> None:
 
 
 @dataclass(slots=True)
-class Embedded:
+class InlineBackend:
     """All of it in this process."""
 
     learner: Learner

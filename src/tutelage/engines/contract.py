@@ -73,7 +73,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Painting:
+class DiffusionSampling:
     """How to denoise: the same for all media of a training step, or of an evaluation."""
 
     steps: int
@@ -99,12 +99,12 @@ class Painting:
 
 
 @dataclass(frozen=True, slots=True)
-class PaintRequest:
+class DiffusionRequest:
     id: str
     """for abort and for errors"""
     prompt: str
     negative: str
-    sampling: Painting
+    sampling: DiffusionSampling
     seed: int
     """all noise depends on this alone; not on what shares the batch"""
     order: tuple[Any, ...] = ()
@@ -112,7 +112,7 @@ class PaintRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Painted:
+class DiffusionOutput:
     """A finished picture or video. Steps that are trained are its actions."""
 
     media: Tensor
@@ -182,7 +182,7 @@ class StepScoreRequest:
     key: Key
     prompt: str
     negative: str
-    sampling: Painting
+    sampling: DiffusionSampling
     latents: Tensor
     """float32 [actions, …]: before each step"""
     sigmas: Tensor

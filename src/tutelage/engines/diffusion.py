@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.engines.contract import EngineError, Painted, Painting, PaintRequest, Scores, StepScoreRequest
+from tutelage.engines.contract import (
+    DiffusionOutput,
+    DiffusionRequest,
+    DiffusionSampling,
+    EngineError,
+    Scores,
+    StepScoreRequest,
+)
 from tutelage.models.flow.contract import Batch, Conditioning, FlowModel, Size, repeated
 from tutelage.models.weights import trainable
 from tutelage.policy import flow
@@ -48,8 +55,8 @@ class PaintCounts:
 class _Row:
     """One request under way."""
 
-    request: PaintRequest
-    future: asyncio.Future[Painted]
+    request: DiffusionRequest
+    future: asyncio.Future[DiffusionOutput]
     submitted: float
     admitted: float = 0.0
 
@@ -59,7 +66,7 @@ class _Canvas:
     """Requests with the same settings, denoised in step."""
 
     rows: list[_Row]
-    sampling: Painting
+    sampling: DiffusionSampling
     latents: Tensor
     """float32 [rows, …]"""
     noise: Tensor
@@ -98,8 +105,8 @@ class DiffusionEngine:
 
     # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, request: PaintRequest) -> Painted:
-        future: asyncio.Future[Painted] = asyncio.get_running_loop().create_future()
+    async def generate(self, request: DiffusionRequest) -> DiffusionOutput:
+        future: asyncio.Future[DiffusionOutput] = asyncio.get_running_loop().create_future()
         row = _Row(request, future, time.perf_counter())
         heapq.heappush(self._waiting, (request.order, next(self._order), row))
         self.on_work()
@@ -191,7 +198,7 @@ class DiffusionEngine:
     # ── painting ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        admitted: dict[Painting, list[_Row]] = {}
+        admitted: dict[DiffusionSampling, list[_Row]] = {}
         room = self.slots - sum(len(canvas.rows) for canvas in self._active)
         now = time.perf_counter()
         while self._waiting and room > 0:
@@ -209,7 +216,7 @@ class DiffusionEngine:
                 _refuse(row.future, "painting failed", error)
             raise
 
-    def _canvas(self, rows: list[_Row], sampling: Painting) -> _Canvas:
+    def _canvas(self, rows: list[_Row], sampling: DiffusionSampling) -> _Canvas:
         size = Size(sampling.height, sampling.width, sampling.frames)
         shape = self.model.latent_shape(size)
         first, end = sampling.window
@@ -277,7 +284,7 @@ class DiffusionEngine:
         mask = torch.zeros(canvas.sampling.steps, dtype=torch.bool)
         mask[slice(*canvas.sampling.window)] = canvas.sampling.capture
         version = torch.tensor(canvas.versions, dtype=torch.int32)
-        common = Painted(NO_MEDIA, canvas.sigmas[:-1], canvas.timesteps, mask, torch.empty(0), version)
+        common = DiffusionOutput(NO_MEDIA, canvas.sigmas[:-1], canvas.timesteps, mask, torch.empty(0), version)
         now = time.perf_counter()
         for number, row in enumerate(canvas.rows):
             if row.future.done():
@@ -293,14 +300,14 @@ class DiffusionEngine:
             )
             row.future.set_result(painted)
 
-    def _noised(self, canvas: _Canvas, number: int) -> Painted:
+    def _noised(self, canvas: _Canvas, number: int) -> DiffusionOutput:
         """One finished row, put at noise levels of its own drawing: the forward process."""
         times, data = canvas.sampling.times, canvas.latents[number].cpu()
         generator = torch.Generator().manual_seed(canvas.rows[number].request.seed ^ 1)
         sigmas = torch.rand(times, generator=generator).clamp_min(LEAST_NOISE)
         noise = torch.randn((times, *data.shape), generator=generator)
         level = sigmas.view(-1, *[1] * data.ndim)
-        return Painted(
+        return DiffusionOutput(
             NO_MEDIA,
             sigmas,
             self.model.timesteps(sigmas).cpu(),
@@ -339,7 +346,7 @@ class DiffusionEngine:
             _refuse(future, "scoring failed", error)
 
 
-def _denoised(common: Painted, own: Mapping[str, Tensor]) -> Painted:
+def _denoised(common: DiffusionOutput, own: Mapping[str, Tensor]) -> DiffusionOutput:
     """The trained steps of one row; none if they were not asked for. `own` [actions, …]."""
     if not own:
         return common

@@ -10,11 +10,11 @@ from dataclasses import replace
 from tutelage.assemble import Parts
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.trajectory import Prompt
-from tutelage.engines.contract import Painting, Want
+from tutelage.engines.contract import DiffusionSampling, Want
 from tutelage.evaluation.text import Answers, Evaluation, Pictures, Progress, no_heldout, run_prompts
 from tutelage.modality import diffusion as build_flow
 from tutelage.rollout.judges import part_means, reward_weights
-from tutelage.rollout.runner import Order
+from tutelage.rollout.runner import RolloutRequest
 
 BASE = ("mask", "behaviour_logp", "sigmas", "media")
 REWARD = ("reward", "reward_parts")
@@ -55,8 +55,8 @@ class PictureEvaluator:
     def _drawn(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         return [replace(prompt, uid=next(self._uids)) for prompt in prompts]
 
-    async def _paint(self, prompts: Sequence[Prompt], sampling: Painting, samples: int) -> Answers:
-        order, done = Order("validation", samples, sampling, Want(), self.config.seed), itertools.count(1)
+    async def _paint(self, prompts: Sequence[Prompt], sampling: DiffusionSampling, samples: int) -> Answers:
+        order, done = RolloutRequest("validation", samples, sampling, Want(), self.config.seed), itertools.count(1)
         needs, total = (*BASE, *(REWARD if self.config.rewards else ())), len(prompts) * samples
         return await run_prompts(
             self.parts, order, prompts, needs, lambda: self.progress("evaluating: pictures", next(done), total)

@@ -37,7 +37,7 @@ from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.run_directory import EvalSample
 from tutelage.rollout.contract import render_prompt
 from tutelage.rollout.judges import part_means, reward_weights
-from tutelage.rollout.runner import Order
+from tutelage.rollout.runner import RolloutRequest
 from tutelage.rollout.scoring import EpisodeScorer, scoring_tasks
 from tutelage.rollout.worker import EpisodeFailure
 
@@ -113,13 +113,13 @@ class Answers:
 
 
 async def run_prompts(
-    parts: Parts, order: Order, prompts: Sequence[Prompt], needs: Sequence[str], tell: Callable[[], None]
+    parts: Parts, order: RolloutRequest, prompts: Sequence[Prompt], needs: Sequence[str], tell: Callable[[], None]
 ) -> Answers:
     """Run held-out prompts, those that fail again, and leave out what fails for good. EvaluationFailed if that is more
     than the recipe allows. `tell` is called whenever an episode ends for the first time."""
     settings, traces = parts.config.validation, dict[str, str]()
 
-    async def run(order: Order, prompts: Sequence[Prompt]) -> BatchRef:
+    async def run(order: RolloutRequest, prompts: Sequence[Prompt]) -> BatchRef:
         async def work() -> None:
             async for outcome in parts.rollout.run(order, prompts):
                 if order.attempt == 0:
@@ -215,17 +215,17 @@ class Evaluator:
     async def __call__(self) -> Evaluation:
         """Needs a running scheduler."""
         parts = self.parts
-        await parts.backstage.forget_prefixes()
+        await parts.backend.forget_prefixes()
         prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
         answers = await self._answer(prompts)
         try:
-            own = await parts.backstage.measure(answers.ref, (*BASE, *(TEACHER if self.taught else ())))
+            own = await parts.backend.measure(answers.ref, (*BASE, *(TEACHER if self.taught else ())))
             batch = await parts.queue.get(answers.ref, ("tokens", "mask", *(REWARD if parts.config.rewards else ())))
         finally:
             await parts.queue.clear(answers.ref)
         metrics: dict[str, float] = {}
         if self.taught:
-            fixed = await parts.backstage.measure(await self._fixed_text(), (*BASE, *TEACHER))
+            fixed = await parts.backend.measure(await self._fixed_text(), (*BASE, *TEACHER))
             metrics["kl"] = _mean(own["kl"])
             metrics["kl_fixed"] = _mean(fixed["kl_forward"])
             metrics["top1_agreement"] = _mean(fixed["top1_agreement"])
@@ -245,7 +245,7 @@ class Evaluator:
 
     async def _answer(self, prompts: Sequence[Prompt]) -> Answers:
         """The student answers every held-out prompt with seeds that depend on the prompt alone."""
-        order = Order("validation", 1, self.parts.sampling(self.settings), FULL, self.parts.config.seed)
+        order = RolloutRequest("validation", 1, self.parts.sampling(self.settings), FULL, self.parts.config.seed)
         needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if self.parts.config.rewards else ()))
         done = itertools.count(1)
         return await run_prompts(
@@ -261,7 +261,7 @@ class Evaluator:
         in the queue from the first evaluation on."""
         if self._fixed is None:
             rows = self._read() or await self._write()
-            await self.parts.backstage.forget_prefixes()  # written or read, the text is scored alike
+            await self.parts.backend.forget_prefixes()  # written or read, the text is scored alike
             self._fixed = await self._scored(rows)
         return self._fixed
 
@@ -326,7 +326,7 @@ class Evaluator:
         key = EpisodeKey("fixed", number, 0)
         seed = derive_seed(parts.config.seed, "fixed", prompt.source, prompt.row)
         request = GenerateRequest("/".join(map(str, key)), tokens, sampling, seed, key)
-        answer = await parts.backstage.write(parts.teachers.route(prompt), request)
+        answer = await parts.backend.write(parts.teachers.route(prompt), request)
         mask = torch.zeros(len(tokens) + len(answer.tokens), dtype=torch.bool)
         mask[len(tokens) :] = True
         return _given(torch.cat([tokens, answer.tokens]), mask)
@@ -359,11 +359,11 @@ def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[s
         directory = (run or Path(config.out) / config.name) / "validation"
 
         async def go() -> Evaluation:
-            async with parts.backstage.running():
+            async with parts.backend.running():
                 if path is not None:
-                    await parts.backstage.restore(path)
-                    await parts.backstage.publish(0)
-                async with parts.backstage.averaged(0):
+                    await parts.backend.restore(path)
+                    await parts.backend.publish(0)
+                async with parts.backend.averaged(0):
                     return await evaluator(parts, directory, display.progress, keep=run is None)()
 
         return run_to_end(go()).metrics

@@ -15,7 +15,7 @@ from tutelage.algorithms.contract import Algorithm
 from tutelage.config.diffusion import DiffusionConfig, DiffusionNft
 from tutelage.data.notes import Report, silent
 from tutelage.data.seeds import derive_seed
-from tutelage.engines.contract import Painting, Want
+from tutelage.engines.contract import DiffusionSampling, Want
 from tutelage.engines.diffusion import DiffusionEngine
 from tutelage.errors import UserError
 from tutelage.learner.flow import StepLimits
@@ -89,14 +89,14 @@ def _check_size(config: DiffusionConfig, model: PipelineModel) -> None:
 # ── what is asked of the student ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def training_painting(config: DiffusionConfig, algorithm: Algorithm, step: int) -> Painting:
+def training_painting(config: DiffusionConfig, algorithm: Algorithm, step: int) -> DiffusionSampling:
     """How media of a training step are made: one window for all of them."""
     rollout, chosen = config.rollout, config.algorithm
     common = _common(config)
     if isinstance(chosen, DiffusionNft):
-        return Painting(**common, capture=True, times=chosen.times)
+        return DiffusionSampling(**common, capture=True, times=chosen.times)
     trained = window(rollout.steps, rollout.trained, derive_seed(config.seed, "window", step), rollout.window_range)
-    return Painting(
+    return DiffusionSampling(
         **common,
         kind=rollout.sampler,
         noise_level=rollout.noise_level,
@@ -106,12 +106,12 @@ def training_painting(config: DiffusionConfig, algorithm: Algorithm, step: int) 
     )
 
 
-def evaluation_painting(config: DiffusionConfig, *, stages: bool = False) -> Painting:
+def evaluation_painting(config: DiffusionConfig, *, stages: bool = False) -> DiffusionSampling:
     """As in training, without noise and without a record."""
     common = _common(config)
     said = config.validation
     common |= {name: value for name in ("steps", "guidance") if (value := getattr(said, name)) is not None}
-    return Painting(**common, stages=stages)
+    return DiffusionSampling(**common, stages=stages)
 
 
 def _common(config: DiffusionConfig) -> dict[str, Any]:

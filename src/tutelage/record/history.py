@@ -107,12 +107,12 @@ async def _evaluate(run: Run, evaluator: Evaluates) -> None:
     rng = pack_rng()  # checkpoints are made before: what comes after them must not depend on an evaluation
     try:
         with run.display.phase("evaluate"):
-            async with run.parts.backstage.averaged(run.version):
+            async with run.parts.backend.averaged(run.version):
                 evaluation = await evaluator()
     finally:
         unpack_rng(*rng)
-    await run.parts.backstage.seconds()  # so that the next step does not count them
-    await run.parts.backstage.timeline()
+    await run.parts.backend.seconds()  # so that the next step does not count them
+    await run.parts.backend.timeline()
     for reason in dict.fromkeys(evaluation.retried):
         run.display.note(f"held-out at step {run.step}: run again after a failure: {reason}")
     for reason in evaluation.failed:
@@ -188,7 +188,7 @@ async def record(
             "the learner's log-probs are from the model's own forward pass, on rows of this run's first batch"
         )
     run.directory.log_step(run.step, metrics)
-    run.directory.log_timeline(run.step, await run.parts.backstage.timeline())
+    run.directory.log_timeline(run.step, await run.parts.backend.timeline())
     await _record_rollouts(run, ref, columns, prompts)
     for writer in run.writers:
         writer.log(run.step, metrics)
@@ -212,7 +212,7 @@ def check_budget(run: Run, ref: BatchRef, step: int) -> None:
 
 async def _phase_seconds(run: Run) -> dict[str, float]:
     """Where the step's time went; embedded, generation and scoring take turns, so their times do not overlap."""
-    generate, teacher = await run.parts.backstage.seconds()
+    generate, teacher = await run.parts.backend.seconds()
     update = run.display.phase_metrics().get("seconds/update", 0.0)
     return {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
 
@@ -265,7 +265,7 @@ async def save(run: Run, mark: Best | None = None) -> None:
     if run.saved == run.step:
         return
     state = {"version": run.version, "data": run.parts.stream.state(), "failures": run.failures}
-    await run.parts.backstage.save(run.checkpoints, run.step, state, mark)
+    await run.parts.backend.save(run.checkpoints, run.step, state, mark)
     run.saved = run.step
 
 
@@ -327,7 +327,7 @@ async def restore(run: Run) -> None:
         keep_data(run)
         run.display.note("no checkpoint yet: starting from the beginning")
         return
-    found = await run.parts.backstage.restore(run.checkpoints.latest())
+    found = await run.parts.backend.restore(run.checkpoints.latest())
     run.parts.stream.restore(found.state["data"])
     _check_heldout(run)
     run.step, run.saved, run.version = found.step, found.step, found.state["version"]

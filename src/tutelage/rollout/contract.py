@@ -25,7 +25,14 @@ from torch import Tensor
 
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import NO_TOKENS, Episode, EpisodeKey, Message, Prompt, Trajectory
-from tutelage.engines.contract import GenerateRequest, Generation, Painted, Painting, PaintRequest, Sampling
+from tutelage.engines.contract import (
+    DiffusionOutput,
+    DiffusionRequest,
+    DiffusionSampling,
+    GenerateRequest,
+    Generation,
+    Sampling,
+)
 from tutelage.errors import UserError
 
 
@@ -71,7 +78,7 @@ UNBOUNDED = 1 << 62
 """Tokens of a context whose end is not known here."""
 
 Send = Callable[[Any], Awaitable[Any]]
-"""To one of the student's engines: GenerateRequest → Generation, PaintRequest → Painted."""
+"""To one of the student's engines: GenerateRequest → Generation, DiffusionRequest → DiffusionOutput."""
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class LoopContext:
 
     key: EpisodeKey
     seed: int
-    sampling: Sampling | Painting
+    sampling: Sampling | DiffusionSampling
     tokenizer: Tokenizer | None
     """of a student that writes"""
     max_prompt_tokens: int
@@ -121,13 +128,13 @@ class LoopContext:
         self._took(generation.seconds)
         return generation
 
-    async def paint(self, prompt: str, negative: str | None = None) -> Painted:
+    async def paint(self, prompt: str, negative: str | None = None) -> DiffusionOutput:
         """The student paints what the prompt says. Every call of an episode draws from a seed of its own."""
-        if not isinstance(self.sampling, Painting):
+        if not isinstance(self.sampling, DiffusionSampling):
             raise UserError("this loop paints, but the student of the run writes: use agent_loop single_turn")
         id, seed, order = self._next()
         unwanted = self.sampling.negative if negative is None else negative
-        painted: Painted = await self.send(PaintRequest(id, prompt, unwanted, self.sampling, seed, order))
+        painted: DiffusionOutput = await self.send(DiffusionRequest(id, prompt, unwanted, self.sampling, seed, order))
         self._took(painted.seconds)
         return painted
 
@@ -154,7 +161,7 @@ class LoopContext:
             extra={} if generation.top_ids is None else {"student_topk_ids": generation.top_ids},
         )
 
-    def painting(self, painted: Painted) -> Trajectory:
+    def painting(self, painted: DiffusionOutput) -> Trajectory:
         """A trajectory of denoising steps. What the prompt was encoded to is stored once: with its first sample."""
         extra: dict[str, Any] = {
             "media": painted.media,
@@ -176,7 +183,7 @@ class LoopContext:
 
 
 @lru_cache(maxsize=16)
-def _plain(sampling: Sampling | Painting) -> dict[str, Any]:
+def _plain(sampling: Sampling | DiffusionSampling) -> dict[str, Any]:
     """As JSON holds it; the same for all episodes of a step."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tutelage.data.trajectory import Episode, EpisodeKey, Prompt
-from tutelage.engines.contract import Painting, Sampling
+from tutelage.engines.contract import DiffusionSampling, Sampling
 from tutelage.rollout.worker import AgentLoopWorker, EpisodeFailure
 
 Outcome = TypeVar("Outcome")
@@ -32,7 +32,7 @@ class RolloutManager:
         partition: str,
         prompts: Sequence[Prompt],
         samples: int,
-        sampling: Sampling | Painting,
+        sampling: Sampling | DiffusionSampling,
         seed: Seed,
         finish: Callable[[Episode | EpisodeFailure], Awaitable[Outcome]],
         attempt: int = 0,

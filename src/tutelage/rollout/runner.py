@@ -13,19 +13,19 @@ from typing import Protocol
 
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Episode, EpisodeKey, Prompt
-from tutelage.engines.contract import Painting, Sampling, Want
+from tutelage.engines.contract import DiffusionSampling, Sampling, Want
 from tutelage.rollout.manager import RolloutManager
 from tutelage.rollout.scoring import EpisodeScorer
 from tutelage.rollout.worker import EpisodeFailure
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RolloutRequest:
     """What is asked of every episode of a step, or of an evaluation."""
 
     partition: str
     samples: int
-    sampling: Sampling | Painting
+    sampling: Sampling | DiffusionSampling
     want: Want
     """of teachers"""
     seed: int
@@ -45,7 +45,7 @@ class Order:
         which = (prompt.uid,) if self.training else (prompt.source, prompt.row)
         return derive_seed(self.seed, self.partition, *which, sample)
 
-    def again(self) -> Order:
+    def again(self) -> RolloutRequest:
         return replace(self, attempt=self.attempt + 1)
 
 
@@ -70,7 +70,7 @@ class EpisodeDone:
 class Rollouts(Protocol):
     """Runs prompts, here or elsewhere. Their groups must be open."""
 
-    def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+    def run(self, order: RolloutRequest, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
         """Outcomes as they come; the rows are in the queue, and failed groups are marked there."""
 
 
@@ -82,7 +82,9 @@ class Rollout:
     scorer: Callable[[Want, bool], EpisodeScorer]
     """what judges episodes, for a wish to teachers; True in training"""
 
-    async def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+    async def run(
+        self, order: RolloutRequest, prompts: Sequence[Prompt]
+    ) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
         scorer = self.scorer(order.want, order.training)
 
         async def finish(outcome: Episode | EpisodeFailure) -> EpisodeDone | EpisodeFailure:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Prompt, Trajectory
-from tutelage.engines.contract import Painting, Sampling
+from tutelage.engines.contract import DiffusionSampling, Sampling
 from tutelage.errors import UserError
 from tutelage.rollout.contract import UNBOUNDED, AgentLoop, LoopContext, Send, Tokenizer
 
@@ -37,7 +37,7 @@ class AgentLoopWorker:
     """engine.context"""
 
     async def run(
-        self, prompt: Prompt, key: EpisodeKey, sampling: Sampling | Painting, seed: int
+        self, prompt: Prompt, key: EpisodeKey, sampling: Sampling | DiffusionSampling, seed: int
     ) -> Episode | EpisodeFailure:
         """A mistake of the user (`UserError`) stops the run; any other error of a loop fails its episode."""
         name = prompt.agent_loop or self.default_loop

@@ -1,6 +1,6 @@
 """One desk for the routers of all processes: fewest in flight, stickiness and bounds are those of the whole run.
 
-worker ──asks, places given back──► board: a LocalDesk for the student, each teacher, the reference
+worker ──asks, places given back──► coordinator: a LocalDesk for the student, each teacher, the reference
 worker ◄──places───────────────────   (at once, or when one has room)
 
 A process has one such message under way. What its routers say meanwhile goes together in the next one, so the cost of a
@@ -31,7 +31,7 @@ class Ask(NamedTuple):
     ticket: int
     desk: str
     sticky: Hashable
-    """of plain types: the board knows no others"""
+    """of plain types: the coordinator knows no others"""
     without: tuple[int, ...]
 
 
@@ -127,7 +127,7 @@ class Desks:
 
 
 class Call(NamedTuple):
-    """How the board is reached."""
+    """How the coordinator is reached."""
 
     exchange: Callable[[str, Said], Awaitable[list[Grant]]]
     granted: Callable[[str], Awaitable[list[Grant]]]

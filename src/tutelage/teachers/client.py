@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tutelage.data.trajectory import Key, Message, Prompt, Trajectory
-from tutelage.engines.contract import Painting, ScoreRequest, Scores, StepScoreRequest, Want
+from tutelage.engines.contract import DiffusionSampling, ScoreRequest, Scores, StepScoreRequest, Want
 from tutelage.errors import UserError
 from tutelage.teachers.pool import TeacherPool
 
@@ -140,7 +140,7 @@ def _step_request(
         key=key,
         prompt=prompt.request,
         negative=negative,
-        sampling=Painting(**sampler),
+        sampling=DiffusionSampling(**sampler),
         latents=extra["latents"],
         sigmas=extra["sigmas"][mask],
         sigmas_next=after[mask],

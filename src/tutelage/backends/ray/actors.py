@@ -1,4 +1,4 @@
-"""What lives in the processes of a cluster besides the board: engines, agent-loop workers, ranks of the learner.
+"""What lives in the processes of a cluster besides the coordinator: engines, agent-loop workers, ranks of the learner.
 
 Each is an ordinary class made of the same parts as a run in one process; `distributed` places them.
 """
@@ -20,17 +20,17 @@ from torch import Tensor
 from tutelage.backends import process
 from tutelage.backends.contract import Learnt, learner_state, restore_learner, take_seconds
 from tutelage.backends.ray.cluster import Remote, Stored, actor_id, node_address
-from tutelage.backends.ray.coordinator import BOARD, Started, desks
+from tutelage.backends.ray.coordinator import COORDINATOR, Started, desks
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.checkpoint.store import Best, Checkpoint
 from tutelage.config.schema import Pool, RunConfig
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Prompt
 from tutelage.engines.contract import (
+    DiffusionOutput,
+    DiffusionRequest,
     GenerateRequest,
     Generation,
-    Painted,
-    PaintRequest,
     ScoreRequest,
     Scores,
     StepScoreRequest,
@@ -46,7 +46,7 @@ from tutelage.models.dtype import choose_dtype
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.timeline import Interval
 from tutelage.rollout.judges import Judges, reward_pool
-from tutelage.rollout.runner import EpisodeDone, Order, Rollout
+from tutelage.rollout.runner import EpisodeDone, Rollout, RolloutRequest
 from tutelage.rollout.worker import EpisodeFailure
 from tutelage.routing.router import Desk, Router
 from tutelage.routing.shared import REFERENCE, STUDENT, SharedDesks, of_teacher
@@ -96,37 +96,37 @@ def device_of(name: str, pool: Pool) -> str:
     return "cuda"
 
 
-class Host:
+class Actor:
     """What every process can be asked."""
 
     async def pid(self) -> int:
         return os.getpid()
 
 
-class EngineHost(Host):
+class EngineActor(Actor):
     """One replica of the student, a teacher or the reference, with a scheduler of its own."""
 
     def __init__(self, setting: Setting, role: Role, teacher: str, name: str) -> None:
         setting.enter()
-        board = Remote.find(BOARD)
+        coordinator = Remote.find(COORDINATOR)
         config, vocabulary, device = setting.config, setting.vocabulary, setting.device
         self.name = name
         self.engine = stages.engine(config, role, teacher, vocabulary, device)
-        self._board: Remote | None = board if role == "student" else None
+        self._coordinator: Remote | None = coordinator if role == "student" else None
         """a student's: it may have been started again after weights were published"""
         self._scheduler = InlineScheduler([self.engine], config.engine.score_every)
         self._started: asyncio.Task[None] | None = None
         self._intervals: list[Interval] = []
-        board.tell("started", Started(name, actor_id(), os.getpid(), time.time()))
+        coordinator.tell("started", Started(name, actor_id(), os.getpid(), time.time()))
 
     async def ready(self) -> int:
         await self._running()
         return os.getpid()
 
-    async def generate(self, request: GenerateRequest | PaintRequest) -> Generation | Painted:
+    async def generate(self, request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
         await self._running()
         start = time.time()
-        answer: Generation | Painted = await self.engine.generate(request)
+        answer: Generation | DiffusionOutput = await self.engine.generate(request)
         self._note("generate", request.id, start)
         return answer
 
@@ -167,7 +167,7 @@ class EngineHost(Host):
         await asyncio.shield(self._started)
 
     async def _start(self) -> None:
-        if self._board is not None and (newest := await self._board.call("weights")) is not None:
+        if self._coordinator is not None and (newest := await self._coordinator.call("weights")) is not None:
             await self.load(*newest)
         await self._scheduler.__aenter__()
 
@@ -182,8 +182,8 @@ class RemoteEngine:
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
 
-    async def generate(self, request: GenerateRequest | PaintRequest) -> Generation | Painted:
-        answer: Generation | Painted = await self.remote.call("generate", request)
+    async def generate(self, request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
+        answer: Generation | DiffusionOutput = await self.remote.call("generate", request)
         return answer
 
     async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
@@ -203,9 +203,9 @@ class Engines:
         return [*self.student, *(r for replicas in self.teachers.values() for r in replicas), *self.reference]
 
 
-def met(board: Remote) -> tuple[SampleQueue, Engines]:
+def met(coordinator: Remote) -> tuple[SampleQueue, Engines]:
     """Who is who, as the run has said before anybody could ask."""
-    company: tuple[SampleQueue, Engines] = board.ask("company").get()
+    company: tuple[SampleQueue, Engines] = coordinator.ask("company").get()
     return company
 
 
@@ -232,14 +232,14 @@ class Report:
     error: str | None = None
 
 
-class WorkerHost(Host):
+class RolloutActor(Actor):
     """Runs agent loops and scores their episodes; their tensors go from here to the queue."""
 
     def __init__(self, setting: Setting, name: str) -> None:
         setting.enter()
-        config, board = setting.config, Remote.find(BOARD)
-        queue, engines = met(board)
-        shared = desks(board, name)
+        config, coordinator = setting.config, Remote.find(COORDINATOR)
+        queue, engines = met(coordinator)
+        shared = desks(coordinator, name)
         tokenizer, tokenizers = stages.words(config)
         students = [RemoteEngine(remote) for remote in engines.student]
         self.student = Router("student", students, shared[STUDENT], config.ray.request_deadline)
@@ -270,7 +270,7 @@ class WorkerHost(Host):
         """What this machine does not let the rewards' processes be isolated from."""
         return self.rewards.gaps if self.rewards is not None else []
 
-    async def start(self, number: int, order: Order, prompts: list[Prompt]) -> None:
+    async def start(self, number: int, order: RolloutRequest, prompts: list[Prompt]) -> None:
         """Begin; `report` tells how it goes."""
         await self.ready()
         work = self._work[number] = Outcomes()
@@ -308,7 +308,7 @@ class WorkerHost(Host):
             "rewards": dict(self.rewards.counts) if self.rewards is not None else {},
         }
 
-    async def _run(self, order: Order, prompts: list[Prompt], work: Outcomes) -> None:
+    async def _run(self, order: RolloutRequest, prompts: list[Prompt], work: Outcomes) -> None:
         try:
             async for outcome in self.rollout.run(order, prompts):
                 work.put_nowait(outcome)
@@ -317,17 +317,17 @@ class WorkerHost(Host):
         else:
             work.put_nowait(None)
 
-    async def _send(self, request: GenerateRequest | PaintRequest) -> Generation | Painted:
+    async def _send(self, request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
         return await self.student.call(request.order[:2], lambda replica: replica.generate(request))
 
 
-class LearnerHost(Host):
+class LearnerActor(Actor):
     """One rank of the learner."""
 
     def __init__(self, setting: Setting, rank: int, ranks: int) -> None:
         setting.enter()
         self.setting, self.rank, self.count = setting, rank, ranks
-        self.queue, _ = met(Remote.find(BOARD))
+        self.queue, _ = met(Remote.find(COORDINATOR))
         self._ranks: Ranks = alone
         self._steps = 0
 

@@ -19,16 +19,16 @@ from typing import Any
 
 from tutelage.backends.contract import Learnt, say_gaps
 from tutelage.backends.ray.actors import (
-    EngineHost,
+    EngineActor,
     Engines,
-    LearnerHost,
+    LearnerActor,
     Report,
+    RolloutActor,
     Setting,
-    WorkerHost,
     pools,
 )
 from tutelage.backends.ray.cluster import Cluster, Remote, Stored, all_within, needing
-from tutelage.backends.ray.coordinator import BOARD, Board, Started, ask_board, desks
+from tutelage.backends.ray.coordinator import COORDINATOR, Coordinator, Started, ask_coordinator, desks
 from tutelage.checkpoint.store import Best, Checkpoint, CheckpointStore
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import RunConfig
@@ -45,7 +45,7 @@ from tutelage.queue.contract import BatchRef
 from tutelage.queue.transfer_queue import TransferSampleQueue
 from tutelage.queue.transfer_queue import start as start_queue
 from tutelage.record.timeline import Interval
-from tutelage.rollout.runner import EpisodeDone, Order
+from tutelage.rollout.runner import EpisodeDone, RolloutRequest
 from tutelage.rollout.worker import EpisodeFailure
 from tutelage.routing.shared import REFERENCE, STUDENT, of_teacher
 from tutelage.teachers.pool import TeacherPool
@@ -57,16 +57,18 @@ NO_QUEUE = "Rows of the step under way are lost with it, so the run cannot go on
 
 
 @dataclass(slots=True)
-class RemoteRollout:
+class RayRollout:
     """Deals prompts to agent-loop workers; those of a worker that dies are run again by the others."""
 
     workers: tuple[Remote, ...]
-    board: Remote
+    coordinator: Remote
     reissued: int = 0
     """prompts that were run again because their worker died"""
     _number: int = 0
 
-    async def run(self, order: Order, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
+    async def run(
+        self, order: RolloutRequest, prompts: Sequence[Prompt]
+    ) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
         outcomes: asyncio.Queue[EpisodeDone | EpisodeFailure | BaseException | None] = asyncio.Queue()
 
         async def work() -> None:
@@ -87,7 +89,7 @@ class RemoteRollout:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _all(self, order: Order, prompts: Sequence[Prompt], outcomes: asyncio.Queue[Any]) -> None:
+    async def _all(self, order: RolloutRequest, prompts: Sequence[Prompt], outcomes: asyncio.Queue[Any]) -> None:
         """Every prompt, by whichever workers are there."""
         left = list(prompts)
         while left:
@@ -104,7 +106,7 @@ class RemoteRollout:
             left, order = lost, order.again()
 
     async def _share(
-        self, worker: Remote, order: Order, prompts: list[Prompt], outcomes: asyncio.Queue[Any]
+        self, worker: Remote, order: RolloutRequest, prompts: list[Prompt], outcomes: asyncio.Queue[Any]
     ) -> tuple[list[Prompt], ReplicaGone | None]:
         """The prompts that a worker did not finish, and why."""
         self._number += 1
@@ -125,23 +127,23 @@ class RemoteRollout:
                 over = report.over
         except ReplicaGone as error:
             if error.for_good:
-                await ask_board(self.board, "leave", worker.name)
+                await ask_coordinator(self.coordinator, "leave", worker.name)
             return [p for p in prompts if finished[GroupKey(order.partition, p.uid)] < order.samples], error
         return [], None
 
 
 @dataclass(slots=True)
-class Distributed:
+class RayBackend:
     """Student, teachers and learner in processes of their own."""
 
     config: RunConfig
     cluster: Cluster
-    board: Remote
+    coordinator: Remote
     engines: Engines
     ranks: tuple[Remote, ...]
     workers: tuple[Remote, ...]
     queue: TransferSampleQueue
-    rollout: RemoteRollout
+    rollout: RayRollout
     say: Say
 
     @asynccontextmanager
@@ -191,14 +193,14 @@ class Distributed:
 
     async def publish(self, version: int) -> None:
         buckets = (await self._ranks("weights"))[0]
-        await ask_board(self.board, "publish", version, buckets)
+        await ask_coordinator(self.coordinator, "publish", version, buckets)
         deadline = self.config.ray.publish_deadline
         loads = {engine.name: self._load(engine, version, buckets) for engine in self.engines.student}
         await all_within(loads, deadline, f"publishing version {version}")
 
     async def _load(self, engine: Remote, version: int, buckets: list[Any]) -> None:
-        """One that is being started again finds the version on the board; one that is gone for good is not missed as
-        long as there are others."""
+        """An engine that is being started again asks the coordinator for the version; one that is gone for good is not
+        missed as long as there are others."""
         try:
             await engine.call("load", version, buckets)
         except ReplicaGone as error:
@@ -231,7 +233,7 @@ class Distributed:
 
     async def counts(self) -> dict[str, Any]:
         workers = [c for c in await asyncio.gather(*(self._if_there(w, "counts") for w in self.workers)) if c]
-        starts: list[Started] = await ask_board(self.board, "starts")
+        starts: list[Started] = await ask_coordinator(self.coordinator, "starts")
         processes: dict[str, list[dict[str, Any]]] = {}
         for start in starts:
             processes.setdefault(start.name, []).append({"actor": start.actor, "pid": start.pid})
@@ -285,26 +287,26 @@ class Distributed:
             return None
 
 
-def start(config: RunConfig, vocabulary: int, report: Say) -> tuple[Distributed, dict[str, TeacherPool]]:
+def start(config: RunConfig, vocabulary: int, report: Say) -> tuple[RayBackend, dict[str, TeacherPool]]:
     """Take places on a cluster and start every process; also the teachers, as this process asks them."""
     cluster = Cluster(config.ray, config.pools)
     try:
         backend = _spawn(config, cluster, vocabulary, report)
-        return backend, pools(config, backend.engines, desks(backend.board, DRIVER))
+        return backend, pools(config, backend.engines, desks(backend.coordinator, DRIVER))
     except BaseException:
         cluster.close()
         raise
 
 
-def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Say) -> Distributed:
+def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Say) -> RayBackend:
     queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
-    board = cluster.spawn(Board, BOARD, None, 0, _replicas(config), config.ray.queue)
+    coordinator = cluster.spawn(Coordinator, COORDINATOR, None, 0, _replicas(config), config.ray.queue)
     homes = Counter(member.pool for member in pool_members(config))
 
     def replicas(role: Role, teacher: str, title: str, pool: str) -> tuple[Remote, ...]:
         return tuple(
             cluster.spawn(
-                EngineHost,
+                EngineActor,
                 f"{title}, replica {number}",
                 pool,
                 number,
@@ -326,11 +328,11 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Say) ->
         },
         replicas("reference", "", "reference", _reference_pool(config)) if build.has_reference(config) else (),
     )
-    board.ask("introduce", Stored.put((queue, engines)))
+    coordinator.ask("introduce", Stored.put((queue, engines)))
     home, count = config.learner.pool, config.pools[config.learner.pool].replicas
     ranks = tuple(
         cluster.spawn(
-            LearnerHost,
+            LearnerActor,
             f"rank {rank} of the learner",
             home,
             rank,
@@ -344,7 +346,7 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Say) ->
     place = config.rollout.pool
     workers = tuple(
         cluster.spawn(
-            WorkerHost,
+            RolloutActor,
             f"agent-loop worker {number}",
             place,
             number,
@@ -355,7 +357,9 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Say) ->
         )
         for number in range(config.pools[place].replicas)
     )
-    return Distributed(config, cluster, board, engines, ranks, workers, queue, RemoteRollout(workers, board), report)
+    return RayBackend(
+        config, cluster, coordinator, engines, ranks, workers, queue, RayRollout(workers, coordinator), report
+    )
 
 
 def _replicas(config: RunConfig) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What processes that are started again need to know, and what the run wants to know of them.
 
-It is also where routers ask which replica takes a request (`desks`). The board's process is small and starts fast: it
-hands on what others can read, without reading it itself.
+It is also where routers ask which replica takes a request (`routing.shared`). The coordinator's process is small and
+starts fast: it hands on what others can read, without reading it itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tutelage.backends.ray.cluster import Remote, Stored
 from tutelage.errors import ReplicaGone, UserError
 from tutelage.routing.shared import Call, Desks, Grant, Said, SharedDesks
 
-BOARD = "board"
+COORDINATOR = "coordinator"
 """Name under which processes find it."""
 
 
@@ -28,7 +28,7 @@ class Started:
     at: float
 
 
-class Board:
+class Coordinator:
     """One in every run on a cluster."""
 
     def __init__(self, replicas: dict[str, int], limit: int) -> None:
@@ -76,23 +76,23 @@ class Board:
         return {name: list(desk.in_flight) for name, desk in self._desks.desks.items()}
 
 
-async def ask_board(board: Remote, method: str, *args: Any) -> Any:
-    """Its answer; a run without a board ends."""
+async def ask_coordinator(coordinator: Remote, method: str, *args: Any) -> Any:
+    """Its answer; a run without a coordinator ends."""
     try:
-        return await board.call(method, *args)
+        return await coordinator.call(method, *args)
     except ReplicaGone as error:
         raise UserError(
-            f"the run lost its board; `tutelage resume` goes on from the last checkpoint: {error}"
+            f"the run lost its coordinator; `tutelage resume` goes on from the last checkpoint: {error}"
         ) from error
 
 
-def desks(board: Remote, who: str) -> SharedDesks:
+def desks(coordinator: Remote, who: str) -> SharedDesks:
     """The desks, for a process that begins. Messages are pickled here: Ray would look at each of their words."""
-    board.ask("enter", who)
+    coordinator.ask("enter", who)
     return SharedDesks(
         who,
         Call(
-            exchange=lambda who, said: ask_board(board, "exchange", who, pickle.dumps(said)),
-            granted=lambda who: ask_board(board, "granted", who),
+            exchange=lambda who, said: ask_coordinator(coordinator, "exchange", who, pickle.dumps(said)),
+            granted=lambda who: ask_coordinator(coordinator, "granted", who),
         ),
     )
