@@ -157,7 +157,7 @@ def smaller(words: list[str]) -> list[str]:
 def as_a_process() -> Iterator[None]:
     """What plugins register inside is gone afterwards, as if the command had been a process."""
     registries: list[dict[str, Any]] = [OBJECTIVES, LOOPS, REWARDS]
-    before = [set(registry) for registry in registries]
+    before, loaded = [set(registry) for registry in registries], set(sys.modules)
     try:
         yield
     finally:
@@ -165,8 +165,9 @@ def as_a_process() -> Iterator[None]:
             for name in set(registry) - known:
                 if _origin(registry[name]).startswith(("tutelage_plugin_", "tutelage_certified_")):
                     del registry[name]
-        for name in [name for name in sys.modules if name.startswith(("tutelage_plugin_", "tutelage_certified_"))]:
-            del sys.modules[name]
+        for name in set(sys.modules) - loaded:
+            if name.startswith(("tutelage_plugin_", "tutelage_certified_")):
+                del sys.modules[name]
         files._LOADED.clear()
 
 

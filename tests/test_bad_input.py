@@ -438,7 +438,7 @@ def test_a_run_directory_that_cannot_be_written(
     absent = f"student.path={tmp_path / 'absent'}"
     recipe = tiny.recipe(tmp_path, steps=1)
     said = mistake(capsys, "train", str(recipe), absent, f"out={tmp_path / 'file' / 'deep'}")
-    assert f"{tmp_path / 'file' / 'deep' / 'run'}: a run cannot be written there: Not a directory" in said
+    assert f"{tmp_path / 'file' / 'deep' / 'run'} is a file, or inside of one; a run needs a directory." in said
     assert "resume" not in said
     monkeypatch.setattr(Path, "write_bytes", no_space)
     said = mistake(capsys, "train", str(recipe), absent)

@@ -113,7 +113,7 @@ def test_training_in_bfloat16_reaches_the_kl_of_float32(root: Path) -> None:
             "record": {"rollouts": "none"},
         }
         before, after = heldout(tutelage.train(tiny.config(root, name=f"long-{dtype}", **sections)))
-        assert after < 0.8 * before
+        assert after < 0.9 * before
         reached.append(after)
     assert reached[1] == pytest.approx(reached[0], rel=0.05)
 

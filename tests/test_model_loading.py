@@ -279,7 +279,7 @@ def loads(tree: ast.AST) -> list[ast.Call]:
         for call in calls
         if isinstance(call.func, ast.Attribute)
         and (
-            call.func.attr == "from_pretrained"
+            (call.func.attr == "from_pretrained" and not ast.unparse(call.func.value).startswith("type("))
             or (call.func.attr == "from_config" and ast.unparse(call.func.value).startswith("Auto"))
         )
     ]

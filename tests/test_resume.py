@@ -287,14 +287,15 @@ LIMIT = {"max_prompt_tokens": 50, "shuffle": False}
 
 
 def test_rows_that_are_too_long_are_left_out_said_and_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
     train = tiny.write_prompts(tmp_path / "train.jsonl", ["a", OVERLONG, "b", OVERLONG, "c"])
     heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", [OVERLONG, "d", "e"])
     data = {**LIMIT, "train": str(train), "validation": str(heldout), "overlong": "skip"}
     run = tutelage.train(tiny.config(tmp_path, steps=2, data=data, record={"rollouts": "all"}))
     said = " ".join(capsys.readouterr().out.split())
-    assert f"leaves out 2 of 5 rows of {train}, which are too long: 2, 4" in said.replace("- ", "-")
+    assert f"leaves out 2 of 5 rows of {train}, which are too long: 2, 4" in said
     assert f"leaves out 1 of 3 rows of {heldout}" in said
     directory = RunDirectory.open(run)
     assert [row.prompt for step in (1, 2) for row in directory.load_rollouts(step)] == ["a", "b", "c"] * 2

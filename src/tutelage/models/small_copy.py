@@ -155,12 +155,15 @@ def _decoded(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
 def _build(config: PretrainedConfig) -> PreTrainedModel:
     """Weights large enough that every layer and token matters; the same every time, and nobody else's random state."""
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+        shape = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        size = sum(parameter.numel() for parameter in shape.parameters())
     if size > LARGEST:
         raise ValueError(f"it would have {size:,} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn_like(parameter)
