@@ -25,4 +25,44 @@ class Named:
         return Mutant(self.path, self.what, line, start, start + len(self.before.encode()), self.before, self.after, 0)
 
 
-NAMED: tuple[Named, ...] = ()
+_POLICY, _TEXT = "src/tutelage/algorithms/policy.py", "src/tutelage/modality/text.py"
+NAMED = (
+    Named(
+        "the importance ratio is inverted",
+        _POLICY,
+        '        old, columns["behaviour_logp"], mode=policy.importance, cap=policy.importance_cap\n',
+        '        columns["behaviour_logp"], old, mode=policy.importance, cap=policy.importance_cap\n',
+    ),
+    Named(
+        "importance comes from the live log-prob",
+        _POLICY,
+        "        correction = _importance(policy, columns)\n",
+        "        correction = policy_gradient.importance_weight(\n"
+        '            logp.detach(), columns["behaviour_logp"], mode=policy.importance, cap=policy.importance_cap\n'
+        "        )\n",
+    ),
+    Named(
+        "episodes of stale weights are trained on",
+        "src/tutelage/rollout/runner.py",
+        "(found := _versions(outcome)) - {order.version}",
+        "(found := _versions(outcome)) - found",
+    ),
+    Named(
+        "the reference ignores the rollout's temperature",
+        _TEXT,
+        "    temperature = config.student_temperature\n",
+        "    temperature = 1.0\n",
+    ),
+    Named(
+        "the teacher's head ignores its temperature",
+        _TEXT,
+        "log_probs(head(hidden, vocabulary), temperature)",
+        "log_probs(head(hidden, vocabulary), 1.0)",
+    ),
+    Named(
+        "a higher reward is not better",
+        "src/tutelage/config/measures.py",
+        '    "reward": "higher",\n',
+        '    "reward": "lower",\n',
+    ),
+)

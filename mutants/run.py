@@ -260,7 +260,8 @@ def main() -> None:
         for mutant in drawn:
             print(_where(Outcome.of(mutant, "")))
         return
-    tests = measure(ROOT, WORK, targets(ROOT), test_files(ROOT))
+    covered = sorted({*targets(ROOT), *(named.path for named in NAMED)})
+    tests = measure(ROOT, WORK, covered, test_files(ROOT))
     outcomes = run(drawn, tests, args.workers)
     if not args.only:
         sys.exit(report(outcomes))

@@ -2,52 +2,69 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-UNRELATED = ("cli.py", "plan.py", "plan_cluster.py", "plan_memory.py", "export.py", "certify", "record")
-"""Parts of the package that no training run depends on."""
-PAINTING = (
-    "agent_loop/diffusion.py",
+COMPUTES = (
+    "algorithms",
+    "assemble.py",
+    "data",
+    "engines",
+    "evaluation",
+    "learner",
+    "loop.py",
+    "losses",
+    "modality",
+    "models",
+    "policy",
+    "queue",
+    "rewards",
+    "rollout",
+    "teachers",
+    "toys",
+)
+"""Rooms that compute what a record claims."""
+DIFFUSION = (
     "algorithms/flow.py",
-    "build_flow.py",
     "engines/diffusion.py",
-    "evaluate_pictures.py",
+    "evaluation/images.py",
     "learner/flow.py",
     "losses/flow.py",
-    "models/digits.py",
+    "modality/diffusion.py",
     "models/flow/",
-    "models/shapes.py",
-    "models/toy_images.py",
     "policy/flow.py",
+    "rewards/functions/classifier.py",
+    "rewards/functions/shapes.py",
+    "rollout/loops/diffusion.py",
+    "toys/digits.py",
+    "toys/images.py",
+    "toys/shapes.py",
 )
-"""Parts that a run over text does not load."""
-CLUSTER = (
-    "board.py",
-    "desks.py",
-    "distributed.py",
-    "hosts.py",
-    "queue/transfer",
-    "queue/clerk.py",
-    "runtime/ray.py",
-    "runtime/placement.py",
-)
-"""Parts that an embedded run does not load."""
+"""Parts of them that a run over text does not load."""
+CLUSTER = ("queue/clerk.py", "queue/transfer")
+"""Parts of them that an embedded run does not load."""
 
 
 def fingerprint(root: Path, recipes: list[str]) -> str:
-    """Of the recipes with all that they extend and read, and of the code that runs them."""
+    """Of the recipes with all that they extend and read, and of the code that computes what they claim.
+
+    Code counts by its definitions: docstrings, comments, imports and the file that a definition is in do not matter.
+    """
     digest = hashlib.sha256()
-    for path in _files(root, recipes):
+    named = _recipe_files(root, recipes)
+    for path in sorted(named):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    said = "".join(path.read_text(encoding="utf-8") for path in named if path.suffix == ".yaml")
+    for definition in sorted(d for path in _code(root, said) for d in definitions(path.read_text(encoding="utf-8"))):
+        digest.update(definition.encode() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def _files(root: Path, recipes: list[str]) -> list[Path]:
-    package = root / "src" / "tutelage"
+def _recipe_files(root: Path, recipes: list[str]) -> set[Path]:
     found: set[Path] = set()
     waiting = [root / "recipes" / f"{name}.yaml" for name in recipes]
     while waiting:
@@ -58,14 +75,36 @@ def _files(root: Path, recipes: list[str]) -> list[Path]:
         if path.suffix == ".yaml":
             named = re.findall(r"[\w./-]+\.(?:yaml|jsonl|py)\b", path.read_text(encoding="utf-8"))
             waiting += [(path.parent / name).resolve() for name in named]
-    said = "".join(path.read_text(encoding="utf-8") for path in found if path.suffix == ".yaml")
+    return found
+
+
+def _code(root: Path, recipes: str) -> list[Path]:
+    package = root / "src" / "tutelage"
     unused = (
-        *UNRELATED,
-        *(() if "modality: diffusion" in said else PAINTING),
-        *(() if "runtime: ray" in said else CLUSTER),
+        *(() if "modality: diffusion" in recipes else DIFFUSION),
+        *(() if "runtime: ray" in recipes else CLUSTER),
     )
-    code = [p for p in package.rglob("*.py") if not p.relative_to(package).as_posix().startswith(unused)]
-    return sorted({*code, *found})
+    found = []
+    for path in package.rglob("*.py"):
+        name = path.relative_to(package).as_posix()
+        if name.split("/")[0] in COMPUTES and not name.startswith(unused or "/"):
+            found.append(path)
+    return found
+
+
+def definitions(source: str) -> list[str]:
+    """The statements of a module, without imports, docstrings and what the parser does not see."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [  # type: ignore[attr-defined]
+                line
+                for line in body
+                if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+                and not isinstance(line, ast.Import | ast.ImportFrom)
+            ]
+    return [ast.dump(line) for line in tree.body]
 
 
 def rows(root: Path) -> list[dict[str, Any]]:
