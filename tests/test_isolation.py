@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tutelage.errors import UserError
+from tutelage.isolation import guard
 from tutelage.isolation.contract import Isolation
 from tutelage.isolation.environment import clean_environment
 from tutelage.isolation.process import IsolatedProcess
@@ -444,3 +445,10 @@ def test_a_guard_that_is_killed_takes_the_program_with_it(mark: str) -> None:
             return
         time.sleep(0.01)
     raise AssertionError(marked(mark))
+
+
+def test_limits_that_the_kernel_does_not_help_to_hold_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform == "linux":
+        assert guard._unwatched() == []
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert "are not limited" in guard._unwatched()[0]

@@ -33,7 +33,7 @@ _PIPE = 4096
 """Bytes that a pipe which is ready takes without blocking."""
 
 
-class RolloutRequest(TypedDict):
+class Launch(TypedDict):
     """What to start and what it may use. It is an argument of the guard, which everybody can see: it holds no keys."""
 
     program: list[str]
@@ -76,7 +76,7 @@ class _Over(Exception):
 
 
 def main(argv: Sequence[str]) -> None:
-    order: RolloutRequest = json.loads(argv[1])
+    order: Launch = json.loads(argv[1])
     control = socket.socket(fileno=os.dup(order["control"]))  # a small number, and not inheritable
     os.close(order["control"])
     namespaces.adopt_orphans()
@@ -96,7 +96,7 @@ def _line(message: Began | Ended) -> bytes:
 # --- the start --------------------------------------------------------------------------------------------------------
 
 
-def _start(order: RolloutRequest, control: socket.socket, said: int, says: int) -> int:
+def _start(order: Launch, control: socket.socket, said: int, says: int) -> int:
     """Fork the program's process; returns its id when it has given up what it can."""
     guard = os.getpid()
     here, there = socket.socketpair()
@@ -116,7 +116,7 @@ def _start(order: RolloutRequest, control: socket.socket, said: int, says: int) 
     return program
 
 
-def _become(order: RolloutRequest, control: socket.socket, guard: socket.socket, says: int, parent: int) -> NoReturn:
+def _become(order: Launch, control: socket.socket, guard: socket.socket, says: int, parent: int) -> NoReturn:
     """In the new process: give up what it must not have, and run the program."""
     status = 1
     try:
@@ -129,7 +129,7 @@ def _become(order: RolloutRequest, control: socket.socket, guard: socket.socket,
             guard.sendall(b".")
             guard.recv(1)
 
-        gaps = namespaces.give_up(order["network"], map_ids)
+        gaps = [*namespaces.give_up(order["network"], map_ids), *_unwatched()]
         guard.close()
         namespaces.die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
@@ -173,7 +173,7 @@ def _passed_on() -> list[int]:
 
 
 class _Guard:
-    def __init__(self, order: RolloutRequest, control: socket.socket, program: int, said: int) -> None:
+    def __init__(self, order: Launch, control: socket.socket, program: int, said: int) -> None:
         self.order, self.control, self.program, self.said = order, control, program, said
         self.status: int | None = None
         self.pending = b""
@@ -284,6 +284,16 @@ class _Guard:
             self._reap()
             time.sleep(0.001)
         return False
+
+
+def _unwatched() -> list[str]:
+    """What the limits do not apply to where the kernel does not list the children of a process."""
+    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return []
+    return [
+        "the kernel does not list the children of a process here: memory, processes and output of what a reward starts "
+        "are not limited, and they are not killed with it"
+    ]
 
 
 def descendants(pid: int) -> list[int]:

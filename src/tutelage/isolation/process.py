@@ -16,7 +16,7 @@ from typing import Any
 
 from tutelage.isolation.contract import Isolation
 from tutelage.isolation.environment import clean_environment
-from tutelage.isolation.guard import CLEANED, Began, Ended, RolloutRequest
+from tutelage.isolation.guard import CLEANED, Began, Ended, Launch
 
 
 class IsolatedProcess:
@@ -47,7 +47,7 @@ class IsolatedProcess:
         environment = clean_environment(os.environ, isolation.env, network=isolation.network)
         ours, theirs = socket.socketpair()
         scratch = tempfile.mkdtemp(prefix="tutelage-")
-        order: RolloutRequest = {
+        order: Launch = {
             "program": list(program),
             "control": theirs.fileno(),
             "parent": os.getpid(),
