@@ -440,6 +440,11 @@ def test_a_run_directory_that_cannot_be_written(
     said = mistake(capsys, "train", str(recipe), absent, f"out={tmp_path / 'file' / 'deep'}")
     assert f"{tmp_path / 'file' / 'deep' / 'run'} is a file, or inside of one; a run needs a directory." in said
     assert "resume" not in said
+    for nowhere in ("/proc/none", "/dev/null/none"):
+        said = mistake(capsys, "train", str(recipe), absent, f"out={nowhere}")
+        assert f"{nowhere}/run" in said
+        assert "a run" in said
+        assert "resume" not in said
     monkeypatch.setattr(Path, "write_bytes", no_space)
     said = mistake(capsys, "train", str(recipe), absent)
     assert "a run cannot be written there: No space left on device" in said

@@ -132,3 +132,11 @@ def unwritable(path: Path, error: OSError, then: str = RESUME) -> UserError:
         f"cannot write {path}: {error.strerror or error}. Nothing half written was left behind. "
         f"Free some space or make the directory writable, then {then}."
     )
+
+
+def no_place_for_a_run(directory: Path, error: OSError | ValueError) -> UserError:
+    """A run that is about to start cannot be written; there is nothing to resume yet."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return UserError(
+        f"{directory}: a run cannot be written there: {reason}. Choose another `out`, or make the directory writable."
+    )

@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tutelage.errors import UserError
-from tutelage.record.files import unwritable
+from tutelage.record.files import no_place_for_a_run
 
 LOCK = ".lock"
 """In a run's directory while a process holds the run; says which one. A killed process leaves it, and nothing else."""
+TRIES = 100
+"""A directory may be removed so often between making it and opening a file there; some places have no directories."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -40,8 +42,9 @@ def locked(directory: Path, report: Callable[[str], None] = lambda line: None) -
 
 def _claim(directory: Path, report: Callable[[str], None]) -> int:
     """The open lock file. One that another process removed after it was opened here is not it."""
-    path = directory / LOCK
+    path, left = directory / LOCK, TRIES
     while True:
+        left -= 1
         try:
             directory.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -49,10 +52,10 @@ def _claim(directory: Path, report: Callable[[str], None]) -> int:
             raise UserError(
                 f"{directory} is a file, or inside of one; a run needs a directory. Choose another `name` or `out`."
             ) from None
-        except FileNotFoundError:
-            continue  # the directory was removed by whoever made it
-        except OSError as error:
-            raise unwritable(path, error) from error
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and left > 0:
+                continue  # another process removed the directory that it had made
+            raise no_place_for_a_run(directory, error) from error
         try:
             _lock(file, directory, report)
             if _is(file, path):
@@ -74,7 +77,7 @@ def _lock(file: int, directory: Path, report: Callable[[str], None]) -> None:
         ) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
-            raise unwritable(directory / LOCK, error) from error
+            raise no_place_for_a_run(directory, error) from error
         report(f"{directory}: this file system has no locks; do not resume the run elsewhere while it is under way")
 
 

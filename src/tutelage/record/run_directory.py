@@ -29,6 +29,7 @@ from tutelage.errors import UserError
 from tutelage.record.files import (
     append_line,
     finite_or_none,
+    no_place_for_a_run,
     none_to_nan,
     read_lines,
     remove_directory_quietly,
@@ -163,11 +164,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"\n")
         except (OSError, ValueError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise UserError(
-                f"{self.path}: a run cannot be written there: {reason}. "
-                "Choose another `out`, or make the directory writable."
-            ) from error
+            raise no_place_for_a_run(self.path, error) from error
         finally:
             remove_quietly(probe)
             for path in made:
