@@ -99,7 +99,9 @@ def _read(root: Path, work: Path, targets: Sequence[str], tests: Sequence[str]) 
                 lines[path].setdefault(line, set()).update(named)
                 lines[path][0] |= named
         for case in ET.parse(durations).iter("testcase"):
-            seconds[f"{file}::{case.get('name')}"] = float(case.get("time", "1"))
+            group = case.get("classname", "").rpartition(".")[2]
+            scope = f"{group}::" if group and group != Path(file).stem else ""
+            seconds[f"{file}::{scope}{case.get('name')}"] = float(case.get("time", "1"))
     listed = {path: {line: sorted(found) for line, found in of.items() if found} for path, of in lines.items()}
     (work / "map.json").write_text(json.dumps({"lines": listed, "seconds": seconds}))
     return Tests(listed, seconds)

@@ -117,8 +117,12 @@ def _forked(asked: Sequence[str], tree: Path, limit: float) -> tuple[str, str]:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             _end(child)
-            code = os.waitstatus_to_exitcode(status)
-            return ("survived", "") if code == 0 else ("caught", _first_failure(log))
+            code, failure = os.waitstatus_to_exitcode(status), _first_failure(log)
+            if code == 0:
+                return "survived", ""
+            if code > 2 or (code > 0 and not failure):
+                raise RuntimeError(f"the tests did not run (exit code {code}), see {log}:\n{log.read_text()[-2000:]}")
+            return "caught", failure or f"signal {-code}"
         time.sleep(0.05)
     _end(child)
     os.waitpid(child, 0)
@@ -142,7 +146,8 @@ def _pytest(asked: Sequence[str], tree: Path, log: Path) -> None:
         sys.path[:0] = [str(tree / "src"), str(tree / "tests"), str(tree)]
         import pytest
 
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "--tb=line"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins were imported before the fork
         code = int(pytest.main([*options, f"--rootdir={tree}", *asked]))
     finally:
         sys.stdout.flush()
@@ -151,7 +156,7 @@ def _pytest(asked: Sequence[str], tree: Path, log: Path) -> None:
 
 def _first_failure(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
-    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), lines[-1] if lines else "")[:300]
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")[:300]
 
 
 # ── all of them ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,11 +180,9 @@ def _prepare() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    import hypothesis  # noqa: F401
     import peft  # noqa: F401
     import pyarrow  # noqa: F401
     import pydantic  # noqa: F401
-    import pytest  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -190,8 +193,15 @@ def _work(number: int, jobs: multiprocessing.SimpleQueue, results: multiprocessi
     _prepare()
     tree = copy_of_tree(number)
     try:
+        known = sorted({test for lines in tests.lines.values() for test in lines.get(0, ())})
+        quickest = [test for test in known if tests.seconds.get(test, 1.0) < 0.2][::15][:60]
+        if (found := _forked(quickest, tree, 300.0))[0] != "survived":
+            raise RuntimeError(f"without any fault, tests fail: {found}")
         while (mutant := jobs.get()) is not None:
             results.put(judged(mutant, tree, tests))
+    except BaseException as error:
+        results.put(repr(error))
+        raise
     finally:
         shutil.rmtree(tree, ignore_errors=True)
 
@@ -208,7 +218,9 @@ def run(drawn: Sequence[Mutant], tests: Tests, workers: int) -> list[Outcome]:
         jobs.put(None)
     outcomes: list[Outcome] = []
     for number in range(len(drawn)):
-        outcome: Outcome = results.get()
+        outcome = results.get()
+        if not isinstance(outcome, Outcome):
+            raise SystemExit(f"a worker failed: {outcome}")
         outcomes.append(outcome)
         with (WORK / "outcomes.jsonl").open("a") as log:
             log.write(json.dumps(asdict(outcome)) + "\n")
