@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tutelage.backends import placement
-from tutelage.backends.placement import QUEUE_CPUS, bundles, describe_cluster, left_for_pools, place
-from tutelage.backends.places import DEVICES, CannotPlace, Node, Placement
+from tutelage.backends.placement import (
+    DEVICES,
+    QUEUE_CPUS,
+    CannotPlace,
+    Node,
+    Placement,
+    bundles,
+    describe_cluster,
+    left_for_pools,
+    place,
+)
 from tutelage.config.schema import Pool
 from tutelage.errors import UserError
 

@@ -1,33 +1,100 @@
-"""Pools and nodes in, a place for every replica out; or a refusal with the numbers. Pure: nothing is started or asked.
+"""Placement: assigns nodes to every replica of every pool, or refuses with the numbers.
 
-A replica asks for devices of one kind, so GPUs and CPUs are two separate questions, each a matter of packing. Replicas
-that must not straddle come first, largest first, each on the first node with room. Where that fails although there are
-devices enough, a search over all ways to pack decides. Replicas that may straddle take what is left, on one node if
-they can.
+Everything here is pure: it starts nothing and asks no cluster. A replica asks for devices of one kind, so GPUs and CPUs
+are two separate bin-packing problems. Replicas that must stay on one node come first, largest first, each on the first
+node with room. Where that fails although there are enough devices, a search over all arrangements decides. Replicas
+that may straddle nodes take what is left, on one node if possible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from tutelage.backends.places import DEVICES, Bundle, CannotPlace, Device, Node, Place, Placement, Share
 from tutelage.config.schema import Pool
 from tutelage.errors import UserError
 
+Device = Literal["cpu", "gpu"]
+DEVICES: tuple[Device, ...] = ("gpu", "cpu")
+
 QUEUE_CPUS = 3
-"""CPUs that the queue's own actors take (a controller and two storage units), on whichever node they end up."""
+"""CPUs of the queue's own actors (a controller and two storage units), on whichever node Ray places them."""
 CPUS_PER_GPU = 8
 FEWEST_CPUS = 16
-"""What a node of a described cluster has if nothing is said of CPUs: so many per GPU, and at least so many."""
+"""CPUs of a node where `--cluster` does not give them: so many per GPU, and at least FEWEST_CPUS."""
 SEARCHED = 20_000
-"""Arrangements that the search looks at before it gives up, far beyond what clusters of some dozens of nodes need."""
+"""Arrangements that the search tries before it gives up; clusters of some dozens of nodes need far fewer."""
 SEARCHED_REPLICAS = 400
-"""The search takes no more replicas than this."""
+"""Replicas up to which the search runs."""
+
+
+class CannotPlace(UserError):
+    """The pools of a recipe do not fit the cluster; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of a cluster and its devices."""
+
+    name: str
+    cpus: int
+    gpus: int = 0
+
+    def devices(self, kind: Device) -> int:
+        return self.gpus if kind == "gpu" else self.cpus
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """Devices on one node."""
+
+    node: str
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The devices that one replica needs."""
+
+    pool: str
+    replica: int
+    device: Device
+    devices: int
+    straddle: bool
+    """whether its devices may be on several nodes"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one replica runs: one share, or several if it straddles nodes."""
+
+    bundle: Bundle
+    shares: tuple[NodeShare, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The places of all replicas, in the order of pools and replicas."""
+
+    places: tuple[Place, ...]
+
+    def of(self, pool: str) -> tuple[Place, ...]:
+        return tuple(place for place in self.places if place.bundle.pool == pool)
+
+    def used(self, node: str, kind: Device) -> int:
+        """Count the devices of a kind that replicas use on a node."""
+        return sum(
+            share.devices
+            for place in self.places
+            if place.bundle.device == kind
+            for share in place.shares
+            if share.node == node
+        )
 
 
 def bundles(pools: Mapping[str, Pool]) -> tuple[Bundle, ...]:
-    """What every replica of every pool asks for."""
+    """Return the bundles of all replicas of all pools."""
     return tuple(
         Bundle(name, replica, pool.device, pool.devices, pool.straddle)
         for name, pool in pools.items()
@@ -36,12 +103,12 @@ def bundles(pools: Mapping[str, Pool]) -> tuple[Bundle, ...]:
 
 
 def left_for_pools(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes without the CPUs that the queue may need there."""
+    """Return the nodes without the CPUs that the queue may need there."""
     return tuple(replace(node, cpus=max(node.cpus - QUEUE_CPUS, 0)) for node in nodes)
 
 
 def place(pools: Mapping[str, Pool], nodes: Sequence[Node]) -> Placement:
-    """Where every replica goes on nodes that are free. Raises CannotPlace with what is asked and what there is."""
+    """Assign every replica to nodes, all of which are free. Raises CannotPlace with the numbers if they do not fit."""
     asked, found, refused = bundles(pools), dict[Bundle, Place](), list[Device]()
     for kind in DEVICES:
         places = _assign([bundle for bundle in asked if bundle.device == kind], nodes)
@@ -56,7 +123,7 @@ def place(pools: Mapping[str, Pool], nodes: Sequence[Node]) -> Placement:
 
 
 def describe_cluster(text: str) -> tuple[Node, ...]:
-    """The equal nodes of `nodes=4,gpus=8` or `nodes=2,gpus=0,cpus=32`."""
+    """Parse a description such as `nodes=4,gpus=8` or `nodes=2,gpus=0,cpus=32` into equal nodes."""
     given: dict[str, int] = {}
     for word in text.split(","):
         name, _, number = (part.strip() for part in word.partition("="))
@@ -71,7 +138,7 @@ def describe_cluster(text: str) -> tuple[Node, ...]:
 
 
 def _assign(asked: Sequence[Bundle], nodes: Sequence[Node]) -> list[Place] | None:
-    """Places of bundles of one kind; None if there are none."""
+    """Place bundles of one device kind; None if they do not fit."""
     if not asked:
         return []
     free = [node.devices(asked[0].device) for node in nodes]
@@ -84,15 +151,15 @@ def _assign(asked: Sequence[Bundle], nodes: Sequence[Node]) -> list[Place] | Non
     places: list[Place] = []
     for bundle, node in zip(rigid, chosen, strict=True):
         free[node] -= bundle.devices
-        places.append(Place(bundle, (Share(nodes[node].name, bundle.devices),)))
+        places.append(Place(bundle, (NodeShare(nodes[node].name, bundle.devices),)))
     for bundle in sorted((b for b in asked if b.straddle), key=lambda bundle: -bundle.devices):
         taken = _take(bundle.devices, free)
-        places.append(Place(bundle, tuple(Share(nodes[node].name, count) for node, count in taken)))
+        places.append(Place(bundle, tuple(NodeShare(nodes[node].name, count) for node, count in taken)))
     return places
 
 
 def _pack(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
-    """The node of each size (largest first): the first with room, or what a search finds; None if nothing fits."""
+    """Return a node for each size (largest first): the first with room, else by a search; None if nothing fits."""
     left, chosen = list(free), list[int]()
     for size in sizes:
         node = next((number for number, room in enumerate(left) if room >= size), None)
@@ -104,8 +171,8 @@ def _pack(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
 
 
 def _search(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
-    """Try nodes in turn, largest replica first. Nodes with equal room are alike, and what failed once is not tried
-    again, so the number of states stays small."""
+    """Search depth first, largest replica first. Nodes with equal room are interchangeable, and states that failed are
+    not visited again, so the number of states stays small."""
     left, chosen, failed = list(free), list[int](), set[tuple[int, tuple[int, ...]]]()
 
     def fits(index: int) -> bool:
@@ -128,7 +195,7 @@ def _search(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None:
 
 
 def _take(devices: int, free: list[int]) -> list[tuple[int, int]]:
-    """Devices for one replica, taken out of `free`: of the emptiest node, and of further ones if it has too few."""
+    """Take devices for one replica out of `free`: from the emptiest node, then from others if it has too few."""
     taken: list[tuple[int, int]] = []
     for number in sorted(range(len(free)), key=lambda number: -free[number]):
         count = min(devices, free[number])
@@ -140,7 +207,7 @@ def _take(devices: int, free: list[int]) -> list[tuple[int, int]]:
 
 
 def _reasons(kind: Device, pools: Mapping[str, Pool], nodes: Sequence[Node]) -> Iterable[str]:
-    """Asked and available, by pool."""
+    """Explain what is asked and what is available, by pool."""
     unit, offers = kind.upper(), [node.devices(kind) for node in nodes]
     wanted = {name: pool for name, pool in pools.items() if pool.device == kind}
     asked = sum(pool.replicas * pool.devices for pool in wanted.values())
@@ -161,14 +228,14 @@ def _reasons(kind: Device, pools: Mapping[str, Pool], nodes: Sequence[Node]) -> 
 
 
 def summary(offers: Sequence[int], unit: str) -> str:
-    """`4 nodes with 8 GPUs`, or node by node where they differ."""
+    """Format as `4 nodes with 8 GPUs`, or node by node where they differ."""
     if len(set(offers)) == 1:
         return f"{len(offers)} node{plural(len(offers))} with {offers[0]} {unit}{plural(offers[0])}"
     return f"{len(offers)} nodes with {', '.join(map(str, offers))} {unit}s"
 
 
 def size(pool: Pool) -> str:
-    """`2 × 4 GPUs`: replicas × devices."""
+    """Format as `2 × 4 GPUs`: replicas × devices."""
     return f"{pool.replicas} × {pool.devices} {pool.device.upper()}{plural(pool.devices)}"
 
 

@@ -17,8 +17,17 @@ from rich.table import Table
 from rich.text import Text
 
 from tutelage.algorithms.contract import Algorithm
-from tutelage.backends.placement import QUEUE_CPUS, left_for_pools, place, size, summary
-from tutelage.backends.places import DEVICES, CannotPlace, Node, Place
+from tutelage.backends.placement import (
+    DEVICES,
+    QUEUE_CPUS,
+    CannotPlace,
+    Node,
+    Place,
+    left_for_pools,
+    place,
+    size,
+    summary,
+)
 from tutelage.config.pools import Member, pool_members
 from tutelage.config.schema import Config, Pool
 from tutelage.modality.text import PREFIX_TOKENS

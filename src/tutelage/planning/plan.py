@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, Episodes, Signal
-from tutelage.backends.places import Node
+from tutelage.backends.placement import Node
 from tutelage.config.plugins import load_plugin
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import Config, Model, Ppo, Reinforcement

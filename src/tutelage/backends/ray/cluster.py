@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tutelage.backends.placement import left_for_pools, place
-from tutelage.backends.places import CannotPlace, Node
+from tutelage.backends.placement import CannotPlace, Node, left_for_pools, place
 from tutelage.config.schema import Pool
 from tutelage.config.schema import Ray as Settings
 from tutelage.errors import ReplicaGone, RunLost, UserError, missing_extra
