@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bench.protocol import Work
 from tutelage import loop as train
-from tutelage.backends.contract import InlineBackend
+from tutelage.backends.inline import InlineBackend
 from tutelage.config.load import dump
 from tutelage.config.schema import Config
 from tutelage.record.display import Display

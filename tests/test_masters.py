@@ -19,7 +19,7 @@ import tiny_paint
 import tutelage
 from test_learner import LIMITS, algorithm, make_batch
 from tutelage.assemble import assemble
-from tutelage.backends.contract import InlineBackend
+from tutelage.backends.inline import InlineBackend
 from tutelage.backends.ray import actors as hosts
 from tutelage.checkpoint.store import Checkpoint, CheckpointStore, load
 from tutelage.cli import main

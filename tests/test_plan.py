@@ -19,7 +19,7 @@ import tiny
 import tutelage
 from tutelage.algorithms.build import build_algorithm
 from tutelage.assemble import assemble
-from tutelage.backends.contract import InlineBackend
+from tutelage.backends.inline import InlineBackend
 from tutelage.cli import main
 from tutelage.config.load import load
 from tutelage.config.schema import Config, Model

@@ -15,7 +15,7 @@ import tutelage
 from test_learner import LIMITS, algorithm, make_batch
 from test_paint_learning import rolled_out
 from tutelage.assemble import assemble
-from tutelage.backends.contract import InlineBackend
+from tutelage.backends.inline import InlineBackend
 from tutelage.learner.step import Learner, Trainable
 from tutelage.learner.update import accumulate, measure
 from tutelage.models.layers import decoder_layers

@@ -7,7 +7,8 @@ from typing import Any
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, TeacherHead
-from tutelage.backends.contract import Backend, InlineBackend
+from tutelage.backends.contract import Backend
+from tutelage.backends.inline import InlineBackend
 from tutelage.backends.process import enter
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.config.diffusion import DiffusionConfig

@@ -1,198 +1,67 @@
-"""What the training loop asks of models and engines, wherever they are; and all of them in this process."""
+"""What the training loop asks of the student, the teachers and the learner, wherever they run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from tutelage.checkpoint.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
-from tutelage.checkpoint.sharded import load_shards
 from tutelage.checkpoint.store import Best, Checkpoint, CheckpointStore
+from tutelage.data.notes import Report
 from tutelage.data.ragged import Ragged
 from tutelage.engines.contract import GenerateRequest, Generation
-from tutelage.engines.scheduler import InlineScheduler
-from tutelage.engines.weights import publish
-from tutelage.learner.ranks import alone
 from tutelage.learner.schedule import Schedule
-from tutelage.learner.step import Learner, Trainable
-from tutelage.models.weights import copy_named
 from tutelage.queue.contract import BatchRef
 from tutelage.record.timeline import Interval
-from tutelage.rewards.processes.pool import RewardPool
 
-Learnt = tuple[dict[str, float], dict[str, Ragged]]
+LearnResult = tuple[dict[str, float], dict[str, Ragged]]
 """Metrics of a step, and per-action columns of the rows that are shown."""
 
 
 class Backend(Protocol):
-    """Student, teachers, learner: started once, asked many times."""
+    """Runs the student, the teachers and the learner."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Everything is up while this is entered."""
+        """Start everything on entry and stop it on exit."""
 
     async def forget_prefixes(self) -> None:
-        """Engines drop the prompts that they kept: what a step or an evaluation computes, to the last bit, must not
-        depend on what was done before, or a resumed run would differ."""
+        """Drop the prompt prefixes that engines cache. Otherwise the last bits of a step or an evaluation would depend
+        on what ran before it, and a resumed run would differ."""
 
-    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
-        """One step's updates. NonFiniteLoss if there is one."""
+    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> LearnResult:
+        """Do the updates of one step. Raises NonFiniteLoss if a loss or gradient is not finite."""
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
-        """What the student does on rows of the queue, beside their teacher's word."""
+        """Compute columns of the student on rows of the queue, to compare with those of the teacher."""
 
     async def publish(self, version: int) -> None:
-        """Engines have the learner's weights when this returns."""
+        """Load the learner's weights into the student engines; returns when all of them have the weights."""
 
     def averaged(self, version: int) -> AbstractAsyncContextManager[None]:
-        """Inside, engines have the running mean of the weights, if the recipe keeps one; `version` is theirs now."""
+        """While entered, student engines have the running mean of the weights, if the recipe keeps one; `version` is
+        their current version."""
 
     async def write(self, teacher: str, request: GenerateRequest) -> Generation:
-        """A teacher continues a text."""
+        """Let a teacher continue a text."""
 
     async def seconds(self) -> tuple[float, float]:
-        """Of generation and of scoring since this was last asked, all engines together."""
+        """Return the seconds that all engines spent on generation and on scoring since the last call."""
 
     async def timeline(self) -> list[Interval]:
-        """When engines served which request, since this was last asked; nothing where they take turns."""
+        """Return which engine served which request when, since the last call; empty where engines take turns."""
 
     async def counts(self) -> dict[str, Any]:
-        """What happened to rewards and teachers, for the summary."""
+        """Return the counts of rewards and teachers for the summary of the run."""
 
     async def save(self, store: CheckpointStore, step: int, state: Mapping[str, Any], mark: Best | None) -> Path:
-        """A checkpoint of everything that learns, with the run's own state; `mark` makes it the best one."""
+        """Write a checkpoint of everything that learns and of the run's own state; `mark` makes it the best one."""
 
     async def restore(self, path: Path) -> Checkpoint:
-        """Go back to a checkpoint; returns it for the run's own state."""
+        """Load a checkpoint into the learner, and return it for the run's own state."""
 
 
-def say_gaps(gaps: Iterable[str], say: Callable[[str], None]) -> None:
-    """Say, once each, what the kernel does not isolate the rewards' processes from."""
+def report_gaps(gaps: Iterable[str], report: Report) -> None:
+    """Report, once each, what the kernel does not isolate the reward processes from."""
     for gap in dict.fromkeys(gaps):
-        say(f"rewards: {gap}")
-
-
-@dataclass(slots=True)
-class InlineBackend:
-    """All of it in this process."""
-
-    learner: Learner
-    student: Any
-    """shares the learner's weights"""
-    teachers: dict[str, Any]
-    reference: Any
-    rewards: RewardPool | None
-    score_every: int
-    say: Callable[[str], None]
-
-    @property
-    def engines(self) -> list[Any]:
-        """TorchEngine or DiffusionEngine: what they have in common is the engine contract, counts and ticks."""
-        reference = [self.reference] if self.reference is not None else []
-        return [self.student, *self.teachers.values(), *reference]
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with InlineScheduler(self.engines, self.score_every):
-            try:
-                if self.rewards is not None:
-                    await self.rewards.start()
-                    say_gaps(self.rewards.gaps, self.say)
-                yield
-            finally:
-                if self.rewards is not None:
-                    await self.rewards.close()
-
-    async def forget_prefixes(self) -> None:
-        for engine in self.engines:
-            await engine.load(engine.version, None)
-
-    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
-        return await self.learner.learn(ref, rate, schedule, shown)
-
-    async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
-        return await self.learner.measure(ref, columns)
-
-    async def publish(self, version: int) -> None:
-        await publish([self.student], version, None)
-
-    @asynccontextmanager
-    async def averaged(self, version: int) -> AsyncIterator[None]:
-        self.learner.student.swap()
-        try:
-            yield
-        finally:
-            self.learner.student.swap()
-
-    async def write(self, teacher: str, request: GenerateRequest) -> Generation:
-        answer: Generation = await self.teachers[teacher].generate(request)
-        return answer
-
-    async def seconds(self) -> tuple[float, float]:
-        return take_seconds(self.engines)
-
-    async def timeline(self) -> list[Interval]:
-        return []
-
-    async def counts(self) -> dict[str, Any]:
-        return {
-            "rewards": dict(self.rewards.counts) if self.rewards is not None else {},
-            "teachers": {name: asdict(engine.counts) for name, engine in self.teachers.items()},
-        }
-
-    async def save(self, store: CheckpointStore, step: int, state: Mapping[str, Any], mark: Best | None) -> Path:
-        tensors, own = learner_state(self.learner)
-        seen = mark or Best(step)
-        return store.save(
-            step, tensors, {**state, **own}, best=mark is not None, measure=seen.measure, value=seen.value
-        )
-
-    async def restore(self, path: Path) -> Checkpoint:
-        found = load_shards(path, {}, alone)
-        restore_learner(self.learner, found)
-        return found
-
-
-def take_seconds(engines: Sequence[Any]) -> tuple[float, float]:
-    """Seconds of generation and of scoring since this was last asked."""
-    generate = sum(engine.counts.generate_seconds for engine in engines)
-    score = sum(engine.counts.score_seconds for engine in engines)
-    for engine in engines:
-        engine.counts.generate_seconds = engine.counts.score_seconds = 0.0
-    return generate, score
-
-
-def learner_state(learner: Learner) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Everything that a rank would need to go on: tensors by file and name, and plain values."""
-    rng, rng_state = pack_rng()
-    tensors: dict[str, dict[str, Tensor]] = {"rng": rng}
-    state: dict[str, Any] = {"rng": rng_state, "threads": torch.get_num_threads()}
-    state["dtype"] = str(learner.dtype).removeprefix("torch.")
-    for name, trainable in _trainables(learner).items():
-        tensors[f"{name}optimizer"], state[f"{name}optimizer"] = pack_optimizer(trainable.optimizer, trainable.named)
-        tensors[name.rstrip("_") or "model"] = {key: p.detach() for key, p in trainable.named}
-    if learner.student.average:
-        tensors["average"] = learner.student.average
-    return tensors, state
-
-
-def restore_learner(learner: Learner, found: Checkpoint) -> None:
-    for name, trainable in _trainables(learner).items():
-        copy_named(trainable.named, found.tensors[name.rstrip("_") or "model"])
-        trainable.round_weights()
-        key = f"{name}optimizer"
-        unpack_optimizer(trainable.optimizer, list(trainable.named), found.tensors[key], found.state[key])
-    for name, kept in learner.student.average.items():
-        kept.copy_(found.tensors["average"][name])
-    unpack_rng(found.tensors["rng"], found.state["rng"])
-
-
-def _trainables(learner: Learner) -> dict[str, Trainable]:
-    """What a checkpoint holds, by the prefix of its names."""
-    critic = {"critic_": learner.critic} if learner.critic is not None else {}
-    return {"": learner.student, **critic}
+        report(f"rewards: {gap}")

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tutelage.backends import process
-from tutelage.backends.contract import Learnt, learner_state, restore_learner, take_seconds
+from tutelage.backends.contract import LearnResult
+from tutelage.backends.inline import learner_state, restore_learner, take_seconds
 from tutelage.backends.ray.cluster import Remote, Stored, actor_id, node_address
 from tutelage.backends.ray.coordinator import COORDINATOR, Started, desks
 from tutelage.checkpoint.optimizer_state import seed_rng
@@ -355,7 +356,7 @@ class LearnerActor(Actor):
         """Steps under way; answered while one waits for its rows, not while it computes."""
         return self._steps
 
-    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
+    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> LearnResult:
         self._steps += 1
         try:
             return await self.learner.learn(ref, rate, schedule, shown)

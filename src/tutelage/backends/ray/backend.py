@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutelage.backends.contract import Learnt, say_gaps
+from tutelage.backends.contract import LearnResult, report_gaps
 from tutelage.backends.ray.actors import (
     EngineActor,
     Engines,
@@ -152,7 +152,7 @@ class RayBackend:
         try:
             await self._ready()
             found = await asyncio.gather(*(self._if_there(worker, "gaps") for worker in self.workers))
-            say_gaps([gap for gaps in found for gap in gaps or ()], self.say)
+            report_gaps([gap for gaps in found for gap in gaps or ()], self.say)
             async with needing(processes, self.config.ray.request_deadline, self.queue.release, NO_QUEUE):
                 yield
         finally:
@@ -178,8 +178,8 @@ class RayBackend:
     async def forget_prefixes(self) -> None:
         await asyncio.gather(*(self._if_there(engine, "forget") for engine in self.engines.all()))
 
-    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> Learnt:
-        found: list[Learnt] = await self._ranks("learn", ref, rate, schedule, shown)
+    async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> LearnResult:
+        found: list[LearnResult] = await self._ranks("learn", ref, rate, schedule, shown)
         hands = [[row for row in hand if row < shown] for hand in self._hands(ref)]
         return found[0][0], in_order([(hand, part[1]) for hand, part in zip(hands, found, strict=True)])
 
