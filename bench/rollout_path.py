@@ -7,8 +7,9 @@
 
 All episodes of a run are in flight together, 8 of each prompt; a teacher scores each with its top 32. Runs of 100 go
 three side by side, so that at least 256 are in flight as in a large one; one of them alone is shown too: it waits
-more than it works. On Ray they run in one worker actor, and replicas are given out at the desks of the board, which is
-another; writes to the queue may wait 10 ms for others. A run ends when its driver has taken every group.
+more than it works. On Ray they run in one worker actor, and replicas are assigned by the load balancers of the
+coordinator, which is another; writes to the queue may wait 10 ms for others. A run ends when its driver has taken every
+group.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tutelage.rollout.runner import EpisodeDone, Rollout, RolloutRequest
 from tutelage.rollout.scoring import EpisodeScorer
 from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.routing.router import Router
-from tutelage.routing.shared import SharedDesks
+from tutelage.routing.shared import LoadBalancerClient
 from tutelage.teachers.client import ResidentTeacher, TeacherClient
 from tutelage.teachers.pool import TeacherPool
 
@@ -101,10 +102,10 @@ class Ids:
         return ""
 
 
-def make_rollout(queue: SampleQueue, shared: SharedDesks | None = None) -> Rollout:
-    """The parts of a run, with two student replicas and one teacher of two replicas. Desks are its own or shared."""
-    students = Router("student", [AtOnce(), AtOnce()], shared and shared["student"])
-    pool = TeacherPool("teacher", [AtOnce(), AtOnce()], shared and shared["teacher"])
+def make_rollout(queue: SampleQueue, balancers: LoadBalancerClient | None = None) -> Rollout:
+    """The parts of a run with two student and two teacher replicas; its load balancers are its own or shared."""
+    students = Router("student", [AtOnce(), AtOnce()], balancers and balancers["student"])
+    pool = TeacherPool("teacher", [AtOnce(), AtOnce()], balancers and balancers["teacher"])
     client = TeacherClient({"teacher": ResidentTeacher(pool, 0, Ids())}, None)
 
     def send(request: GenerateRequest) -> Awaitable[Generation]:
@@ -185,12 +186,11 @@ class Worker:
     """A process that runs episodes, as an agent-loop worker does."""
 
     def __init__(self, queue: SampleQueue) -> None:
-        from tutelage.backends.ray.cluster import Remote
-        from tutelage.backends.ray.coordinator import COORDINATOR, desks
+        from tutelage.backends.ray.coordinator import connect_load_balancers, find_coordinator
 
         torch.set_num_threads(1)
         collect_rarely()
-        self.rollout = make_rollout(queue, desks(Remote.find(COORDINATOR), "worker"))
+        self.rollout = make_rollout(queue, connect_load_balancers(find_coordinator(), "worker"))
 
     async def run(self, prompts: list[Prompt]) -> int:
         return await run_prompts(self.rollout, prompts)
@@ -204,11 +204,11 @@ def on_ray(sizes: Sizes) -> dict[tuple[int, int], Cost]:
 
     actor: Any = ray.remote(Worker)
     with sample_queue(window=WINDOW) as queue:
-        board = ray.remote(Coordinator).options(name=COORDINATOR, num_cpus=0, max_concurrency=OPEN_CALLS)
-        desks = board.remote({"student": 2, "teacher": 2}, sizes.many)
+        remote_class = ray.remote(Coordinator).options(name=COORDINATOR, num_cpus=0, max_concurrency=OPEN_CALLS)
+        coordinator = remote_class.remote({"student": 2, "teacher": 2}, sizes.many)
         worker = actor.options(num_cpus=0).remote(queue)
         found = asyncio.run(rounds(queue, worker.run.remote, sizes))
-        print(f"ray       left at the desks: {ray.get(desks.in_flight.remote())}")
+        print(f"ray       in flight at the end: {ray.get(coordinator.in_flight.remote())}")
         return found
 
 

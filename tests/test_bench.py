@@ -455,7 +455,7 @@ def cluster() -> Iterator[None]:
 def test_the_rollout_path_on_ray_runs(capfd: Printed) -> None:
     rollout_path.main(["--tiny", "--only", "ray"])
     printed = capfd.readouterr().out
-    assert "left at the desks: {'student': [0, 0], 'teacher': [0, 0]}" in printed
+    assert "in flight at the end: {'student': [0, 0], 'teacher': [0, 0]}" in printed
     assert "32 against 16" in printed
 
 

@@ -22,7 +22,7 @@ import tiny
 from test_packing import ARCHITECTURES, random_tokens
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.algorithms.distill import distill
-from tutelage.backends.ray import actors as hosts
+from tutelage.backends.ray import actors
 from tutelage.config.schema import Pool
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, Key
@@ -292,10 +292,10 @@ def test_the_pretended_device_refuses_what_a_gpu_would() -> None:
 
 
 def test_a_pool_of_gpus_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hosts.device_of("student", Pool()) == "cpu"
+    assert actors.device_of("student", Pool()) == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert hosts.device_of("student", Pool(device="gpu")) == "cuda"
+    assert actors.device_of("student", Pool(device="gpu")) == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"pools\.student\.device is gpu, but torch sees no GPU .*DEVICES: 3;"):
-        hosts.device_of("student", Pool(device="gpu"))
+        actors.device_of("student", Pool(device="gpu"))

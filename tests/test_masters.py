@@ -20,7 +20,7 @@ import tutelage
 from test_learner import LIMITS, algorithm, make_batch
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
-from tutelage.backends.ray import actors as hosts
+from tutelage.backends.ray import actors
 from tutelage.checkpoint.store import Checkpoint, CheckpointStore, load
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
@@ -292,15 +292,15 @@ def test_one_update_changes_masters_by_the_gradient_that_was_added(name: Any) ->
 # ── other places ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def host(learner: Learner, ranks: int) -> hosts.LearnerActor:
+def host(learner: Learner, ranks: int) -> actors.LearnerActor:
     """A rank without a cluster."""
-    made = object.__new__(hosts.LearnerActor)
+    made = object.__new__(actors.LearnerActor)
     made.learner, made.rank, made.count = learner, 0, ranks
     return made
 
 
 def test_ranks_publish_what_engines_compute_with(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts.Stored, "put", lambda bucket: bucket)
+    monkeypatch.setattr(actors.Stored, "put", lambda bucket: bucket)
     config = tiny.config(root, student=BF16)
 
     def published(learner: Learner, ranks: int) -> dict[str, Tensor]:

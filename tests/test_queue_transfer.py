@@ -25,7 +25,8 @@ tq = pytest.importorskip("transfer_queue")
 import tiny  # noqa: E402
 from queue_contract import NEEDS, QueueContract, fill, group, key, make_row, run, teacher  # noqa: E402
 from queue_objects import ObjectContract  # noqa: E402
-from tutelage.backends.ray.cluster import Remote, needing  # noqa: E402
+from tutelage.backends.ray.faults import needing  # noqa: E402
+from tutelage.backends.ray.handles import ActorHandle  # noqa: E402
 from tutelage.errors import RunLost  # noqa: E402
 from tutelage.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
 from tutelage.queue.clerk import Clerk, Reply  # noqa: E402
@@ -447,7 +448,7 @@ def test_a_missing_package_is_named_with_its_extra(package: str) -> None:
 def test_when_a_process_of_the_queue_dies_nobody_waits_for_it(victim: str, named: str) -> None:
     queue = _first[0] if victim == "Clerk" else make()
     actors = _first[0].actors | {"the ledger of the queue": queue._clerk}
-    processes = [Remote(name, actor) for name, actor in actors.items()]
+    processes: list[ActorHandle[Any]] = [ActorHandle(name, actor) for name, actor in actors.items()]
     release = queue.release if victim != "Clerk" else lambda: None
 
     async def test() -> None:

@@ -8,21 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 
 import tiny
 import tutelage
+from tutelage.backends.ray.actors import Actor, EngineActor, LearnerActor, RolloutActor
 from tutelage.backends.ray.backend import RayBackend
-from tutelage.backends.ray.cluster import Remote
+from tutelage.backends.ray.coordinator import Coordinator
+from tutelage.backends.ray.handles import ActorHandle
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.errors import UserError
 from tutelage.record import RunDirectory
-from tutelage.routing.shared import STUDENT, of_teacher
+from tutelage.routing.shared import STUDENT, teacher_balancer
 
 PATIENCE = 400.0
 """Seconds before a test gives up waiting for something to kill."""
@@ -124,25 +126,28 @@ def steps_of(directory: RunDirectory) -> int:
     return len(directory.load_metrics())
 
 
-def kill(remote: Remote, question: str) -> bool:
+A = TypeVar("A", bound=Actor)
+
+
+def kill(actor: ActorHandle[A], busy: Callable[[A], Coroutine[Any, Any, int]]) -> bool:
     """SIGKILL, if it has something in flight."""
-    if remote.ask(question) < 1:
+    if actor.call_sync(busy) < 1:
         return False
-    os.kill(remote.ask("pid"), signal.SIGKILL)
+    os.kill(actor.call_sync(Actor.pid), signal.SIGKILL)
     return True
 
 
-def kill_serving(run: RayBackend, replica: Remote, desk: str) -> bool:
-    """SIGKILL to the first replica of a desk, if it has a request in flight."""
-    pid = replica.ask("pid")
-    if run.coordinator.ask("in_flight")[desk][0] < 1:
+def kill_serving(run: RayBackend, replica: ActorHandle[EngineActor], balancer: str) -> bool:
+    """SIGKILL to the first replica of a load balancer, if it has a request in flight."""
+    pid = replica.call_sync(Actor.pid)
+    if run.coordinator.call_sync(Coordinator.in_flight)[balancer][0] < 1:
         return False
     os.kill(pid, signal.SIGKILL)
     return True
 
 
 def teacher(run: RayBackend, directory: RunDirectory) -> bool:
-    return steps_of(directory) >= 1 and kill_serving(run, run.engines.teachers["main"][0], of_teacher("main"))
+    return steps_of(directory) >= 1 and kill_serving(run, run.engines.teachers["main"][0], teacher_balancer("main"))
 
 
 def student(run: RayBackend, directory: RunDirectory) -> bool:
@@ -150,11 +155,11 @@ def student(run: RayBackend, directory: RunDirectory) -> bool:
 
 
 def worker(run: RayBackend, directory: RunDirectory) -> bool:
-    return steps_of(directory) >= 3 and kill(run.workers[0], "running")
+    return steps_of(directory) >= 3 and kill(run.workers[0], RolloutActor.running)
 
 
 def rank(run: RayBackend, directory: RunDirectory) -> bool:
-    return steps_of(directory) >= 2 and kill(run.ranks[1], "busy")
+    return steps_of(directory) >= 2 and kill(run.ranks[1], LearnerActor.busy)
 
 
 def controller(run: RayBackend, directory: RunDirectory) -> bool:
@@ -167,10 +172,10 @@ def controller(run: RayBackend, directory: RunDirectory) -> bool:
 
 def every_teacher(run: RayBackend, directory: RunDirectory) -> bool:
     first, *others = run.engines.teachers["main"]
-    if steps_of(directory) < 2 or not kill_serving(run, first, of_teacher("main")):
+    if steps_of(directory) < 2 or not kill_serving(run, first, teacher_balancer("main")):
         return False
     for replica in others:
-        os.kill(replica.ask("pid"), signal.SIGKILL)
+        os.kill(replica.call_sync(Actor.pid), signal.SIGKILL)
     return True
 
 

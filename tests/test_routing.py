@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tutelage.errors import ReplicaGone
+from tutelage.routing import load_balancer
 from tutelage.routing import router as routing
-from tutelage.routing.router import AllReplicasFailed, LocalDesk, Router
+from tutelage.routing.load_balancer import LocalLoadBalancer
+from tutelage.routing.router import AllReplicasFailed, Router
 
 
 class Replica:
@@ -41,8 +43,8 @@ def replicas(count: int, failing: Sequence[int] = ()) -> list[Replica]:
 
 
 def loads(router: Router[Replica]) -> list[int]:
-    assert isinstance(router.desk, LocalDesk)
-    return router.desk.in_flight
+    assert isinstance(router.balancer, LocalLoadBalancer)
+    return router.balancer.in_flight
 
 
 async def settle() -> None:
@@ -149,7 +151,7 @@ def test_a_cancelled_call_is_not_made_again_and_is_no_longer_in_flight() -> None
 
 
 def test_only_so_many_keys_are_remembered_and_the_latest_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routing, "REMEMBERED", 4)
+    monkeypatch.setattr(load_balancer, "REMEMBERED_KEYS", 4)
 
     async def main() -> None:
         router = Router("main", replicas(2))
@@ -194,7 +196,7 @@ def test_every_call_is_answered_by_a_sound_replica_or_fails(count: int, calls: l
 
 def test_a_full_replica_is_passed_over_and_when_all_are_full_the_caller_waits() -> None:
     async def main() -> None:
-        router = Router("main", replicas(2), LocalDesk(2, limit=2))
+        router = Router("main", replicas(2), LocalLoadBalancer(2, limit=2))
         tasks = [asyncio.create_task(router.call("same", Replica.held)) for _ in range(6)]
         await settle()
         assert loads(router) == [2, 2], "the key's own replica first, then the other; two callers wait"
@@ -211,7 +213,7 @@ def test_a_full_replica_is_passed_over_and_when_all_are_full_the_caller_waits() 
 
 def test_a_call_that_nobody_answers_in_time_says_so() -> None:
     async def main() -> None:
-        router = Router("teacher 'big'", replicas(2), LocalDesk(2, limit=1), deadline=0.05)
+        router = Router("teacher 'big'", replicas(2), LocalLoadBalancer(2, limit=1), deadline=0.05)
         held = [asyncio.create_task(router.call(n, Replica.held)) for n in range(3)]
         found = await asyncio.gather(*held, return_exceptions=True)
         assert all(isinstance(error, AllReplicasFailed) for error in found)

@@ -16,7 +16,9 @@ from ray.cluster_utils import Cluster as Nodes
 from ray.exceptions import ActorDiedError
 
 from tutelage.backends.placement import QUEUE_CPUS
-from tutelage.backends.ray.cluster import Cluster, Remote, all_within, needing
+from tutelage.backends.ray.cluster import ActorSpec, Cluster
+from tutelage.backends.ray.faults import all_within, needing
+from tutelage.backends.ray.handles import ActorHandle
 from tutelage.config.schema import Pool
 from tutelage.config.schema import Ray as Settings
 from tutelage.data.trajectory import Key
@@ -83,8 +85,8 @@ class Actor:
 async def needed(actor: Actor, inside: Callable[[Actor], Awaitable[None]], deadline: float = 60.0) -> list[str]:
     """`inside`, with the actor needed; returns what was released."""
     released: list[str] = []
-    remotes = [Remote("the board", Actor()), Remote("the ledger", actor)]  # type: ignore[arg-type]
-    async with needing(remotes, deadline, lambda: released.append("all"), "It is needed."):
+    actors: list[ActorHandle[Any]] = [ActorHandle("the coordinator", Actor()), ActorHandle("the ledger", actor)]
+    async with needing(actors, deadline, lambda: released.append("all"), "It is needed."):
         await inside(actor)
     return released
 
@@ -93,7 +95,7 @@ async def needed(actor: Actor, inside: Callable[[Actor], Awaitable[None]], deadl
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Actor]:
     found: list[Actor] = []
     monkeypatch.setattr(ray, "kill", found.append)
-    monkeypatch.setattr("tutelage.backends.ray.cluster.PERIOD", 0.02)
+    monkeypatch.setattr("tutelage.backends.ray.faults.PERIOD", 0.02)
     return found
 
 
@@ -164,7 +166,7 @@ POOLS = {
 }
 
 
-class Guest:
+class Located:
     """Says where it is."""
 
     async def node(self) -> str:
@@ -198,20 +200,20 @@ def cluster() -> Iterator[Cluster]:
 
 def test_replicas_live_on_the_nodes_that_were_chosen_for_them_and_see_their_gpus(cluster: Cluster) -> None:
     assert len({share.node for where in cluster.placement.places for share in where.shares}) == 2
-    guests = {
+    actors = {
         (where.bundle.pool, where.bundle.replica): cluster.spawn(
-            Guest, "guest", where.bundle.pool, where.bundle.replica
+            ActorSpec("actor", where.bundle.pool, where.bundle.replica), Located
         )
         for where in cluster.placement.places
     }
     for where in cluster.placement.places:
-        lives = guests[where.bundle.pool, where.bundle.replica].ask("node")
+        lives = actors[where.bundle.pool, where.bundle.replica].call_sync(Located.node)
         assert where.bundle.straddle or [lives] == [share.node for share in where.shares]
-    assert sorted(guests["seeing", replica].ask("gpus") for replica in range(2)) == ["0", "1"]
+    assert sorted(actors["seeing", replica].call_sync(Located.gpus) for replica in range(2)) == ["0", "1"]
 
 
 def test_whoever_cannot_start_says_why(cluster: Cluster) -> None:
-    guest = cluster.spawn(Unwilling, "student, replica 0", None, 0)
+    actor = cluster.spawn(ActorSpec("student, replica 0"), Unwilling)
     with pytest.raises(ReplicaGone, match=r"student, replica 0 could not start: .*the model is not there$") as raised:
-        guest.ask("node")
+        actor.call_sync(Unwilling.node)
     assert raised.value.for_good

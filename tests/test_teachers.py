@@ -21,7 +21,8 @@ from tutelage.errors import UserError
 from tutelage.models.loading import load_causal_lm
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue import MemoryQueue
-from tutelage.routing.router import AllReplicasFailed, LocalDesk
+from tutelage.routing.load_balancer import LocalLoadBalancer
+from tutelage.routing.router import AllReplicasFailed
 from tutelage.teachers.client import ResidentTeacher, TeacherClient, align, runs
 from tutelage.teachers.pool import Scorer, TeacherPool
 
@@ -317,9 +318,9 @@ def test_a_failing_replicas_requests_go_to_the_others_and_are_written_once() -> 
     assert len(broken.requests) == 1  # the group stays with the replica that answered
     assert len(healthy.requests) == 2
     assert broken.requests[0] is healthy.requests[0]
-    desk = teacher.pool.router.desk
-    assert isinstance(desk, LocalDesk)
-    assert desk.in_flight == [0, 0]
+    balancer = teacher.pool.router.balancer
+    assert isinstance(balancer, LocalLoadBalancer)
+    assert balancer.in_flight == [0, 0]
 
 
 def test_when_no_replica_answers_the_error_has_every_reason() -> None:

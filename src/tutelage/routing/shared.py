@@ -1,10 +1,10 @@
-"""One desk for the routers of all processes: fewest in flight, stickiness and bounds are those of the whole run.
+"""Load balancers that all processes of a run share: loads, preferred replicas and limits are those of the whole run.
 
-worker ──asks, places given back──► coordinator: a LocalDesk for the student, each teacher, the reference
-worker ◄──places───────────────────   (at once, or when one has room)
+client (each process) ──Acquire, Release──► server (coordinator): a LocalLoadBalancer for the student, each teacher and
+client (each process) ◄──Lease───────────      the reference; leases come at once, or when a replica has room
 
-A process has one such message under way. What its routers say meanwhile goes together in the next one, so the cost of a
-request falls as there are more of them.
+A client has one message under way at a time. What its routers send meanwhile is collected into the next message, so the
+cost per request falls as the number of requests grows.
 """
 
 from __future__ import annotations
@@ -15,208 +15,213 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable
 from itertools import count
 from typing import Any, NamedTuple
 
-from tutelage.routing.router import LocalDesk
+from tutelage.routing.load_balancer import LocalLoadBalancer
 
 STUDENT, REFERENCE = "student", "reference"
+"""Names of load balancers."""
 
 
-def of_teacher(name: str) -> str:
-    """Desks have the names of whom they serve."""
-    return f"teacher {name!r}"
+def teacher_balancer(teacher: str) -> str:
+    """Return the name of a teacher's load balancer."""
+    return f"teacher {teacher!r}"
 
 
-class Ask(NamedTuple):
-    """A request wants a replica."""
+class Acquire(NamedTuple):
+    """A request needs a replica."""
 
     ticket: int
-    desk: str
-    sticky: Hashable
-    """of plain types: the coordinator knows no others"""
-    without: tuple[int, ...]
+    balancer: str
+    key: Hashable
+    """of plain types only: the coordinator imports no others"""
+    exclude: tuple[int, ...]
 
 
-class Give(NamedTuple):
-    """A place is free again."""
+class Release(NamedTuple):
+    """A request has finished."""
 
-    desk: str
-    sticky: Hashable
-    number: int
+    balancer: str
+    key: Hashable
+    replica: int
     answered: bool
 
 
-Said = Sequence[Ask | Give]
-Grant = tuple[int, int]
-"""The number of a ticket, and of the replica it was given."""
+Messages = Sequence[Acquire | Release]
+Lease = tuple[int, int]
+"""A ticket and the replica that it was given. A plain tuple, because Ray pickles named ones slowly."""
 
 
-class _Guest:
-    """A process that asks."""
+class _Client:
+    """A connected process, as the server sees it."""
 
     def __init__(self) -> None:
         self.held: Counter[tuple[str, int]] = Counter()
-        """places by desk and replica"""
-        self.waits: set[asyncio.Future[int]] = set()
-        self.granted: list[Grant] = []
-        """to those who waited"""
-        self.news = asyncio.Event()
-        self.left = False
+        """leases by load balancer and replica"""
+        self.waiting: set[asyncio.Future[int]] = set()
+        self.leases: list[Lease] = []
+        """of requests that had to wait, not yet fetched"""
+        self.changed = asyncio.Event()
+        self.disconnected = False
 
 
-class Desks:
-    """Where all processes of a run ask."""
+class LoadBalancerServer:
+    """The load balancers of a run, for all of its processes."""
 
     def __init__(self, replicas: Mapping[str, int], limit: int | None) -> None:
-        self.desks = {name: LocalDesk(number, limit) for name, number in replicas.items()}
-        self._guests: dict[str, _Guest] = {}
+        self.balancers = {name: LocalLoadBalancer(number, limit) for name, number in replicas.items()}
+        self._clients: dict[str, _Client] = {}
 
-    def enter(self, who: str) -> None:
-        """A process begins, perhaps in the place of one that died: what that one held is free."""
-        self.leave(who)
-        self._guests[who] = _Guest()
+    def connect(self, name: str) -> None:
+        """Add a process. If it replaces one that died, the leases of that one are released."""
+        self.disconnect(name)
+        self._clients[name] = _Client()
 
-    def leave(self, who: str) -> None:
-        """A process is gone. Safe to repeat."""
-        if (guest := self._guests.pop(who, None)) is None:
+    def disconnect(self, name: str) -> None:
+        """Remove a process and release its leases. Safe to repeat."""
+        if (client := self._clients.pop(name, None)) is None:
             return
-        guest.left = True
-        guest.news.set()
-        for place in guest.waits:
-            place.cancel()
-        for name, number in guest.held.elements():
-            self.desks[name].give(None, number, answered=False)
+        client.disconnected = True
+        client.changed.set()
+        for waiting in client.waiting:
+            waiting.cancel()
+        for balancer, replica in client.held.elements():
+            self.balancers[balancer].release(None, replica, answered=False)
 
-    def exchange(self, who: str, said: Said) -> list[Grant]:
-        """What can be granted at once; the others line up."""
-        guest = self._guests[who]
-        granted: list[Grant] = []
-        for word in said:
-            desk = self.desks[word.desk]
-            if isinstance(word, Give):
-                guest.held[word.desk, word.number] -= 1
-                desk.give(word.sticky, word.number, word.answered)
-            elif (number := desk.seat(word.sticky, word.without)) is not None:
-                guest.held[word.desk, number] += 1
-                granted.append((word.ticket, number))
+    def exchange(self, name: str, messages: Messages) -> list[Lease]:
+        """Handle the messages of a process. Return the leases that can be given at once; queue the other requests."""
+        client = self._clients[name]
+        leases: list[Lease] = []
+        for message in messages:
+            balancer = self.balancers[message.balancer]
+            if isinstance(message, Release):
+                client.held[message.balancer, message.replica] -= 1
+                balancer.release(message.key, message.replica, message.answered)
+            elif (replica := balancer.try_acquire(message.key, message.exclude)) is not None:
+                client.held[message.balancer, replica] += 1
+                leases.append((message.ticket, replica))
             else:
-                self._line_up(guest, desk, word)
-        return granted
+                self._enqueue(client, balancer, message)
+        return leases
 
-    def _line_up(self, guest: _Guest, desk: LocalDesk, ask: Ask) -> None:
-        def granted(place: asyncio.Future[int]) -> None:
-            guest.waits.discard(place)
-            if place.cancelled():
+    def _enqueue(self, client: _Client, balancer: LocalLoadBalancer, request: Acquire) -> None:
+        def grant(waiting: asyncio.Future[int]) -> None:
+            client.waiting.discard(waiting)
+            if waiting.cancelled():
                 return
-            if guest.left:
-                desk.give(None, place.result(), answered=False)
+            replica = waiting.result()
+            if client.disconnected:
+                balancer.release(None, replica, answered=False)
                 return
-            guest.held[ask.desk, place.result()] += 1
-            guest.granted.append((ask.ticket, place.result()))
-            guest.news.set()
+            client.held[request.balancer, replica] += 1
+            client.leases.append((request.ticket, replica))
+            client.changed.set()
 
-        place = desk.line_up(ask.sticky, ask.without)
-        guest.waits.add(place)
-        place.add_done_callback(granted)
+        waiting = balancer.enqueue(request.key, request.exclude)
+        client.waiting.add(waiting)
+        waiting.add_done_callback(grant)
 
-    async def granted(self, who: str) -> list[Grant]:
-        """Wait for places of those who lined up."""
-        guest = self._guests[who]
-        await guest.news.wait()
-        guest.news.clear()
-        found, guest.granted = guest.granted, []
-        return found
-
-
-class Call(NamedTuple):
-    """How the coordinator is reached."""
-
-    exchange: Callable[[str, Said], Awaitable[list[Grant]]]
-    granted: Callable[[str], Awaitable[list[Grant]]]
+    async def wait_for_leases(self, name: str) -> list[Lease]:
+        """Wait until queued requests of a process have replicas, and return their leases."""
+        client = self._clients[name]
+        await client.changed.wait()
+        client.changed.clear()
+        leases, client.leases = client.leases, []
+        return leases
 
 
-class SharedDesks:
-    """The desks as one process sees them."""
+class Transport(NamedTuple):
+    """How a client reaches the server."""
 
-    def __init__(self, who: str, call: Call) -> None:
-        self._who, self._call = who, call
+    exchange: Callable[[str, Messages], Awaitable[list[Lease]]]
+    wait_for_leases: Callable[[str], Awaitable[list[Lease]]]
+
+
+class LoadBalancerClient:
+    """The shared load balancers, as one process sees them. `client[name]` is one of them."""
+
+    def __init__(self, name: str, transport: Transport) -> None:
+        """`name` identifies this process to the server."""
+        self._name, self._transport = name, transport
         self._tickets = count()
         self._open: dict[int, tuple[str, asyncio.Future[int]]] = {}
-        """who waits for a place, also those who have given up: theirs is given back when it comes"""
-        self._lined_up: set[int] = set()
-        self._said: list[Ask | Give] = []
+        """requests without a lease, cancelled ones included: their leases are released on arrival"""
+        self._queued: set[int] = set()
+        """tickets that the server queued"""
+        self._outbox: list[Acquire | Release] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def __getitem__(self, name: str) -> SharedDesk:
-        return SharedDesk(self, name)
+    def __getitem__(self, balancer: str) -> SharedLoadBalancer:
+        return SharedLoadBalancer(self, balancer)
 
-    async def take(self, desk: str, sticky: Hashable, without: Collection[int]) -> int:
+    async def acquire(self, balancer: str, key: Hashable, exclude: Collection[int]) -> int:
         ticket = next(self._tickets)
-        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._open[ticket] = (desk, place)
-        self._say(Ask(ticket, desk, sticky, tuple(without)))
+        waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._open[ticket] = (balancer, waiting)
+        self._post(Acquire(ticket, balancer, key, tuple(exclude)))
         try:
-            return await place
+            return await waiting
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self._say(Give(desk, None, place.result(), answered=False))
+            if waiting.done() and not waiting.cancelled():
+                self._post(Release(balancer, None, waiting.result(), answered=False))
             raise
 
-    def give(self, desk: str, sticky: Hashable, number: int, answered: bool) -> None:
-        self._say(Give(desk, sticky, number, answered))
+    def release(self, balancer: str, key: Hashable, replica: int, answered: bool) -> None:
+        self._post(Release(balancer, key, replica, answered))
 
-    def _say(self, word: Ask | Give) -> None:
-        self._said.append(word)
-        self._see_to("tell", self._tell)
+    def _post(self, message: Acquire | Release) -> None:
+        self._outbox.append(message)
+        self._ensure("send", self._send)
 
-    def _see_to(self, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Each kind of work is under way once at most."""
-        if what not in self._tasks:
-            self._tasks[what] = asyncio.create_task(self._done(what, work))
+    def _ensure(self, task: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a task unless one of that name is running."""
+        if task not in self._tasks:
+            self._tasks[task] = asyncio.create_task(self._run(task, work))
 
-    async def _done(self, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _run(self, task: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await work()
         except Exception as error:
             self._fail(error)
         finally:
-            del self._tasks[what]
+            del self._tasks[task]
 
-    async def _tell(self) -> None:
-        while self._said:
-            said, self._said = self._said, []
-            self._deliver(await self._call.exchange(self._who, said))
-            self._lined_up.update(word.ticket for word in said if isinstance(word, Ask) and word.ticket in self._open)
-            if self._lined_up:
-                self._see_to("listen", self._listen)
+    async def _send(self) -> None:
+        while self._outbox:
+            messages, self._outbox = self._outbox, []
+            self._deliver(await self._transport.exchange(self._name, messages))
+            self._queued.update(m.ticket for m in messages if isinstance(m, Acquire) and m.ticket in self._open)
+            if self._queued:
+                self._ensure("receive", self._receive)
 
-    async def _listen(self) -> None:
-        while self._lined_up:
-            self._deliver(await self._call.granted(self._who))
+    async def _receive(self) -> None:
+        while self._queued:
+            self._deliver(await self._transport.wait_for_leases(self._name))
 
-    def _deliver(self, grants: list[Grant]) -> None:
-        for ticket, number in grants:
-            desk, place = self._open.pop(ticket)
-            self._lined_up.discard(ticket)
-            if place.done():
-                self._say(Give(desk, None, number, answered=False))
+    def _deliver(self, leases: list[Lease]) -> None:
+        for ticket, replica in leases:
+            balancer, waiting = self._open.pop(ticket)
+            self._queued.discard(ticket)
+            if waiting.done():
+                self._post(Release(balancer, None, replica, answered=False))
             else:
-                place.set_result(number)
+                waiting.set_result(replica)
 
     def _fail(self, error: Exception) -> None:
-        waiting, self._open = self._open, {}
-        self._lined_up.clear()
-        for _, place in waiting.values():
-            if not place.done():
-                place.set_exception(error)
+        """Raise the error in every request that waits."""
+        requests, self._open = self._open, {}
+        self._queued.clear()
+        for _, waiting in requests.values():
+            if not waiting.done():
+                waiting.set_exception(error)
 
 
-class SharedDesk:
-    """One of them, as a router sees it."""
+class SharedLoadBalancer:
+    """The LoadBalancer that a router uses: one of the shared ones, through this process's client."""
 
-    def __init__(self, desks: SharedDesks, name: str) -> None:
-        self._desks, self._name = desks, name
+    def __init__(self, client: LoadBalancerClient, name: str) -> None:
+        self._client, self._name = client, name
 
-    async def take(self, sticky: Hashable, without: Collection[int]) -> int:
-        return await self._desks.take(self._name, sticky, without)
+    async def acquire(self, key: Hashable, exclude: Collection[int]) -> int:
+        return await self._client.acquire(self._name, key, exclude)
 
-    def give(self, sticky: Hashable, number: int, answered: bool) -> None:
-        self._desks.give(self._name, sticky, number, answered)
+    def release(self, key: Hashable, replica: int, answered: bool) -> None:
+        self._client.release(self._name, key, replica, answered)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tutelage.engines.contract import ScoreRequest, Scores, StepScoreRequest
-from tutelage.routing.router import Desk, Router
+from tutelage.routing.load_balancer import LoadBalancer
+from tutelage.routing.router import Router
 
 
 class Scorer(Protocol):
@@ -21,11 +22,15 @@ class TeacherPool:
     """The replicas of one teacher behind a router. No sleep, no wake: they are up as long as the pool is."""
 
     def __init__(
-        self, name: str, replicas: Sequence[Scorer], desk: Desk | None = None, deadline: float | None = None
+        self,
+        name: str,
+        replicas: Sequence[Scorer],
+        balancer: LoadBalancer | None = None,
+        deadline: float | None = None,
     ) -> None:
-        """`desk` and `deadline` as in `Router`."""
+        """`balancer` and `deadline` are those of the `Router`."""
         self.name = name
-        self.router = Router(f"teacher {name!r}", replicas, desk, deadline)
+        self.router = Router(f"teacher {name!r}", replicas, balancer, deadline)
 
     async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
         """Answered by one replica; a failing one's requests go to the others."""

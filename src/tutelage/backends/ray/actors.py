@@ -1,6 +1,6 @@
-"""What lives in the processes of a cluster besides the coordinator: engines, agent-loop workers, ranks of the learner.
+"""The actors of a run besides the coordinator: engines, agent-loop workers and ranks of the learner.
 
-Each is an ordinary class made of the same parts as a run in one process; `distributed` places them.
+Each is an ordinary class made of the same parts as a run in one process. `backend` spawns them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from torch import Tensor
 from tutelage.backends import process
 from tutelage.backends.contract import LearnResult
 from tutelage.backends.inline import learner_state, restore_learner, take_seconds
-from tutelage.backends.ray.cluster import Remote, Stored, actor_id, node_address
-from tutelage.backends.ray.coordinator import COORDINATOR, Started, desks
+from tutelage.backends.ray.cluster import actor_id, node_address
+from tutelage.backends.ray.coordinator import (
+    Coordinator,
+    ProcessStart,
+    WeightBucket,
+    connect_load_balancers,
+    find_coordinator,
+)
+from tutelage.backends.ray.handles import ActorHandle, Stored
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.checkpoint.store import Best, Checkpoint
 from tutelage.config.schema import Pool, RunConfig
@@ -49,29 +56,31 @@ from tutelage.record.timeline import Interval
 from tutelage.rollout.judges import Judges, reward_pool
 from tutelage.rollout.runner import EpisodeDone, Rollout, RolloutRequest
 from tutelage.rollout.worker import EpisodeFailure
-from tutelage.routing.router import Desk, Router
-from tutelage.routing.shared import REFERENCE, STUDENT, SharedDesks, of_teacher
+from tutelage.routing.load_balancer import LoadBalancer
+from tutelage.routing.router import Router
+from tutelage.routing.shared import REFERENCE, STUDENT, LoadBalancerClient, teacher_balancer
 from tutelage.teachers.pool import TeacherPool
 
 COALESCED = 0.005
-"""Seconds in which further outcomes may join the first that a worker reports."""
+"""Seconds that a worker's report waits for further outcomes after the first."""
 BUCKET = 256 * 1024 * 1024
-"""Bytes of weights that travel together."""
+"""Bytes at which a bucket of weights is closed and stored."""
 INTERVALS = 20_000
-"""Requests whose times an engine remembers until it is asked for them."""
+"""Requests whose times an engine keeps until they are fetched."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What every process of a run is told."""
+class ProcessConfig:
+    """The configuration of one process of a run."""
 
     config: RunConfig
     vocabulary: int
     pool: str
-    """where the process lives"""
+    """the pool whose devices the process uses"""
 
     def enter(self) -> None:
-        """Unless the recipe says otherwise, a process computes with as many threads as its replica has CPUs."""
+        """Set the process up. Unless the recipe says otherwise, it computes with as many threads as its replica has
+        CPUs."""
         process.enter(self.config)
         pool = self.config.pools[self.pool]
         torch.set_num_threads(self.config.threads or (pool.devices if pool.device == "cpu" else 1))
@@ -83,8 +92,8 @@ class Setting:
 
 
 def device_of(name: str, pool: Pool) -> str:
-    """Where the models of a process in this pool live, as torch calls it. Ray shows a process the GPUs that it holds
-    and no others, so the first one is meant."""
+    """Return the torch device for the models of a process in this pool. Ray shows a process only the GPUs that it
+    holds, so `cuda` means the first of them."""
     if pool.device == "cpu":
         return "cpu"
     if not torch.cuda.is_available():
@@ -98,7 +107,7 @@ def device_of(name: str, pool: Pool) -> str:
 
 
 class Actor:
-    """What every process can be asked."""
+    """The base of all actors."""
 
     async def pid(self) -> int:
         return os.getpid()
@@ -107,18 +116,18 @@ class Actor:
 class EngineActor(Actor):
     """One replica of the student, a teacher or the reference, with a scheduler of its own."""
 
-    def __init__(self, setting: Setting, role: Role, teacher: str, name: str) -> None:
-        setting.enter()
-        coordinator = Remote.find(COORDINATOR)
-        config, vocabulary, device = setting.config, setting.vocabulary, setting.device
+    def __init__(self, settings: ProcessConfig, role: Role, teacher: str, name: str) -> None:
+        settings.enter()
+        coordinator = find_coordinator()
+        config, vocabulary, device = settings.config, settings.vocabulary, settings.device
         self.name = name
         self.engine = stages.engine(config, role, teacher, vocabulary, device)
-        self._coordinator: Remote | None = coordinator if role == "student" else None
-        """a student's: it may have been started again after weights were published"""
+        self._coordinator = coordinator if role == "student" else None
+        """has the newest weights, in case this student was restarted after their publication"""
         self._scheduler = InlineScheduler([self.engine], config.engine.score_every)
         self._started: asyncio.Task[None] | None = None
         self._intervals: list[Interval] = []
-        coordinator.tell("started", Started(name, actor_id(), os.getpid(), time.time()))
+        coordinator.send(Coordinator.record_start, ProcessStart(name, actor_id(), os.getpid(), time.time()))
 
     async def ready(self) -> int:
         await self._running()
@@ -138,11 +147,11 @@ class EngineActor(Actor):
         self._note("score", "/".join(map(str, request.key)), start)
         return scores
 
-    async def load(self, version: int, buckets: list[Stored]) -> None:
-        """Weights of the learner, bucket by bucket."""
+    async def load(self, version: int, buckets: list[WeightBucket]) -> None:
+        """Load weights of the learner, bucket by bucket."""
         await self.engine.load(version, (named for bucket in buckets for named in bucket.get()))
 
-    async def forget(self) -> None:
+    async def forget_prefixes(self) -> None:
         await self.engine.load(self.engine.version, None)
 
     async def seconds(self) -> tuple[float, float]:
@@ -152,23 +161,23 @@ class EngineActor(Actor):
         return asdict(self.engine.counts)
 
     async def intervals(self) -> list[Interval]:
-        """Times of the requests since this was last asked."""
+        """Return the times of the requests since the last call."""
         found, self._intervals = self._intervals, []
         return found
 
     async def in_flight(self) -> int:
-        """Requests that wait or are under way."""
+        """Return the number of requests that wait or are under way."""
         found: int = self.engine.scoring + self.engine.writing
         return found
 
     async def _running(self) -> None:
-        """Nobody is served before the engine runs, with the newest weights."""
+        """Wait until the engine runs and has the newest weights."""
         if self._started is None:
             self._started = asyncio.create_task(self._start())
         await asyncio.shield(self._started)
 
     async def _start(self) -> None:
-        if self._coordinator is not None and (newest := await self._coordinator.call("weights")) is not None:
+        if self._coordinator is not None and (newest := await self._coordinator.call(Coordinator.weights)):
             await self.load(*newest)
         await self._scheduler.__aenter__()
 
@@ -178,74 +187,80 @@ class EngineActor(Actor):
 
 
 class RemoteEngine:
-    """An engine in another process, as routers see it."""
+    """An engine in another process, behind the interface that routers call."""
 
-    def __init__(self, remote: Remote) -> None:
-        self.remote = remote
+    def __init__(self, handle: ActorHandle[EngineActor]) -> None:
+        self.handle = handle
 
     async def generate(self, request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
-        answer: Generation | DiffusionOutput = await self.remote.call("generate", request)
-        return answer
+        return await self.handle.call(EngineActor.generate, request)
 
     async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
-        scores: Scores = await self.remote.call("score", request)
-        return scores
+        return await self.handle.call(EngineActor.score, request)
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
-    """Where the replicas are."""
+class EngineHandles:
+    """The engine replicas of a run."""
 
-    student: tuple[Remote, ...]
-    teachers: dict[str, tuple[Remote, ...]]
-    reference: tuple[Remote, ...] = ()
+    student: tuple[ActorHandle[EngineActor], ...]
+    teachers: dict[str, tuple[ActorHandle[EngineActor], ...]]
+    reference: tuple[ActorHandle[EngineActor], ...] = ()
 
-    def all(self) -> list[Remote]:
+    def all(self) -> list[ActorHandle[EngineActor]]:
         return [*self.student, *(r for replicas in self.teachers.values() for r in replicas), *self.reference]
 
 
-def met(coordinator: Remote) -> tuple[SampleQueue, Engines]:
-    """Who is who, as the run has said before anybody could ask."""
-    company: tuple[SampleQueue, Engines] = coordinator.ask("company").get()
-    return company
+RunHandles = tuple[SampleQueue, EngineHandles]
 
 
-def pool(config: RunConfig, name: str, replicas: Sequence[Remote], desk: Desk) -> TeacherPool:
-    """Replicas that score, as one process sees them."""
-    return TeacherPool(name, [RemoteEngine(remote) for remote in replicas], desk, config.ray.request_deadline)
+def fetch_handles(coordinator: ActorHandle[Coordinator]) -> RunHandles:
+    """Fetch the queue and engine handles that the driver registered."""
+    return coordinator.call_sync(Coordinator.handles).get()
 
 
-def pools(config: RunConfig, engines: Engines, shared: SharedDesks) -> dict[str, TeacherPool]:
-    return {name: pool(config, name, replicas, shared[of_teacher(name)]) for name, replicas in engines.teachers.items()}
+def teacher_pool(
+    config: RunConfig, name: str, replicas: Sequence[ActorHandle[EngineActor]], balancer: LoadBalancer
+) -> TeacherPool:
+    """Return the replicas of a teacher, or of the reference, as one process calls them."""
+    return TeacherPool(name, [RemoteEngine(handle) for handle in replicas], balancer, config.ray.request_deadline)
+
+
+def teacher_pools(config: RunConfig, engines: EngineHandles, balancers: LoadBalancerClient) -> dict[str, TeacherPool]:
+    return {
+        name: teacher_pool(config, name, replicas, balancers[teacher_balancer(name)])
+        for name, replicas in engines.teachers.items()
+    }
 
 
 Outcomes = asyncio.Queue[EpisodeDone | EpisodeFailure | BaseException | None]
-"""Of the prompts that a worker was given; None or an error is the last one."""
+"""Outcomes of the prompts that a worker was given; None or an error ends them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a worker says about the prompts it was given."""
+class RolloutReport:
+    """New outcomes of the prompts that a worker was given."""
 
     outcomes: list[EpisodeDone | EpisodeFailure]
-    over: bool
-    mistake: UserError | None = None
+    finished: bool
+    user_error: UserError | None = None
     error: str | None = None
+    """any other error, as text: not every exception can be pickled"""
 
 
 class RolloutActor(Actor):
-    """Runs agent loops and scores their episodes; their tensors go from here to the queue."""
+    """Runs agent loops, scores their episodes and writes their tensors to the queue."""
 
-    def __init__(self, setting: Setting, name: str) -> None:
-        setting.enter()
-        config, coordinator = setting.config, Remote.find(COORDINATOR)
-        queue, engines = met(coordinator)
-        shared = desks(coordinator, name)
+    def __init__(self, settings: ProcessConfig, name: str) -> None:
+        settings.enter()
+        config, coordinator = settings.config, find_coordinator()
+        queue, engines = fetch_handles(coordinator)
+        balancers = connect_load_balancers(coordinator, name)
         tokenizer, tokenizers = stages.words(config)
-        students = [RemoteEngine(remote) for remote in engines.student]
-        self.student = Router("student", students, shared[STUDENT], config.ray.request_deadline)
-        self.pools = pools(config, engines, shared)
-        self.reference = pool(config, "reference", engines.reference, shared[REFERENCE])
+        students = [RemoteEngine(handle) for handle in engines.student]
+        self.student = Router("student", students, balancers[STUDENT], config.ray.request_deadline)
+        self.pools = teacher_pools(config, engines, balancers)
+        self.reference = teacher_pool(config, "reference", engines.reference, balancers[REFERENCE])
         self.rewards = reward_pool(config)
         judges = Judges(
             config,
@@ -256,31 +271,31 @@ class RolloutActor(Actor):
             self.rewards,
         )
         self.rollout = Rollout(build.loops(config, tokenizer, self._send), judges)
-        self._judging = False
+        self._rewards_started = False
         self._work: dict[int, Outcomes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ready(self) -> int:
-        """Also after a new start, when the first prompts come."""
-        if self.rewards is not None and not self._judging:
-            self._judging = True
+        """Start the rewards. After a restart of this process, the first prompts do that."""
+        if self.rewards is not None and not self._rewards_started:
+            self._rewards_started = True
             await self.rewards.start()
         return os.getpid()
 
     async def gaps(self) -> list[str]:
-        """What this machine does not let the rewards' processes be isolated from."""
+        """Return what the kernel of this machine does not isolate the reward processes from."""
         return self.rewards.gaps if self.rewards is not None else []
 
     async def start(self, number: int, order: RolloutRequest, prompts: list[Prompt]) -> None:
-        """Begin; `report` tells how it goes."""
+        """Start to work on prompts; `report` with the same number returns their outcomes."""
         await self.ready()
         work = self._work[number] = Outcomes()
         task = asyncio.create_task(self._run(order, prompts, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def report(self, number: int) -> Report:
-        """Wait for an outcome, and for those that come right after it."""
+    async def report(self, number: int) -> RolloutReport:
+        """Wait for an outcome and for those that follow within COALESCED seconds."""
         work = self._work[number]
         found = [await work.get()]
         await asyncio.sleep(COALESCED)
@@ -288,18 +303,18 @@ class RolloutActor(Actor):
             found.append(work.get_nowait())
         outcomes = [o for o in found if isinstance(o, EpisodeDone | EpisodeFailure)]
         errors = [o for o in found if isinstance(o, BaseException)]
-        if over := (found[-1] is None or bool(errors)):
+        if finished := (found[-1] is None or bool(errors)):
             del self._work[number]
-        mistakes = [error for error in errors if isinstance(error, UserError)]
-        said = repr(errors[0]) if errors and not mistakes else None
-        return Report(outcomes, over, mistakes[0] if mistakes else None, said)
+        user_errors = [error for error in errors if isinstance(error, UserError)]
+        other = repr(errors[0]) if errors and not user_errors else None
+        return RolloutReport(outcomes, finished, user_errors[0] if user_errors else None, other)
 
     async def running(self) -> int:
-        """Shares of prompts under way."""
+        """Return the number of unfinished `start` calls."""
         return len(self._work)
 
     async def counts(self) -> dict[str, Any]:
-        """Calls made again, and what happened to rewards."""
+        """Return the numbers of retried calls and the counts of the rewards."""
         return {
             "retries": {
                 "student": self.student.retries,
@@ -325,22 +340,22 @@ class RolloutActor(Actor):
 class LearnerActor(Actor):
     """One rank of the learner."""
 
-    def __init__(self, setting: Setting, rank: int, ranks: int) -> None:
-        setting.enter()
-        self.setting, self.rank, self.count = setting, rank, ranks
-        self.queue, _ = met(Remote.find(COORDINATOR))
+    def __init__(self, settings: ProcessConfig, rank: int, ranks: int) -> None:
+        settings.enter()
+        self.settings, self.rank, self.count = settings, rank, ranks
+        self.queue, _ = fetch_handles(find_coordinator())
         self._ranks: Ranks = alone
         self._steps = 0
 
     async def address(self) -> str:
-        """Where ranks can meet; asked of the first one."""
+        """Return a free address for the ranks' process group; called on the first rank."""
         with socket.socket() as found:
             found.bind(("", 0))
             return f"tcp://{node_address()}:{found.getsockname()[1]}"
 
     async def ready(self, address: str) -> int:
-        """Meet the others and load the models."""
-        config, vocabulary, device = self.setting.config, self.setting.vocabulary, self.setting.device
+        """Join the other ranks and load the models."""
+        config, vocabulary, device = self.settings.config, self.settings.vocabulary, self.settings.device
         spread: build.Spread = lambda model: None  # noqa: E731
         if self.count > 1:
             from tutelage.learner import fsdp
@@ -353,7 +368,7 @@ class LearnerActor(Actor):
         return os.getpid()
 
     async def busy(self) -> int:
-        """Steps under way; answered while one waits for its rows, not while it computes."""
+        """Return the number of steps under way. Answers while a step waits for its rows, not while it computes."""
         return self._steps
 
     async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> LearnResult:
@@ -367,16 +382,17 @@ class LearnerActor(Actor):
         return await self.learner.measure(ref, columns)
 
     async def swap(self) -> bool:
-        """Weights and their running mean change places; False if there is no such mean."""
+        """Exchange the weights and their running mean; False if there is no such mean."""
         self.learner.student.swap()
         return bool(self.learner.student.average)
 
-    async def weights(self) -> list[Stored]:
-        """What learns, whole, as it computes, in buckets, from rank 0; the others only take part."""
-        buckets: list[Stored] = []
+    async def weights(self) -> list[WeightBucket]:
+        """Gather the trained weights, in the dtype of computation, into buckets. All ranks take part; only rank 0
+        returns buckets."""
+        buckets: list[WeightBucket] = []
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        dtype = self.learner.dtype if self.count > 1 else None  # one rank has weights that compute beside its masters
+        dtype = self.learner.dtype if self.count > 1 else None  # a single rank keeps rounded weights beside its masters
         for name, tensor in self._gathered():
             if self.rank == 0:
                 bucket.append((name, tensor.detach().to("cpu", dtype, copy=True)))
@@ -389,7 +405,7 @@ class LearnerActor(Actor):
         return buckets
 
     async def save(self, directory: Path, keep: int, step: int, state: dict[str, Any], mark: Best | None) -> Path:
-        """Together with the other ranks, each its own slices."""
+        """Write a checkpoint together with the other ranks, each its own slices."""
         from tutelage.checkpoint.sharded import ShardedStore
 
         tensors, own = learner_state(self.learner)
@@ -399,7 +415,7 @@ class LearnerActor(Actor):
         )
 
     async def restore(self, path: Path) -> Checkpoint:
-        """Returns the plain state; the tensors stay here."""
+        """Load a checkpoint; return its step and plain state, without tensors."""
         from tutelage.checkpoint.sharded import load_shards
 
         like, _ = learner_state(self.learner)

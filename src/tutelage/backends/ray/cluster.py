@@ -1,133 +1,61 @@
-"""Processes on a Ray cluster: a place for every replica of every pool, and calls that say who did not answer.
+"""A Ray cluster: reserves devices for every replica of every pool and spawns actors on them.
 
-Nothing here knows what the processes do. A *host* is an ordinary class; spawned, each replica of it lives in an actor
-of its own, in the placement group of its pool's replica. Actors end with the process that spawned them.
+Each replica has a placement group. Actors end with the process that spawned them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tutelage.backends.placement import CannotPlace, Node, left_for_pools, place
+from tutelage.backends.ray.handles import ActorHandle
 from tutelage.config.schema import Pool
 from tutelage.config.schema import Ray as Settings
-from tutelage.errors import ReplicaGone, RunLost, UserError, missing_extra
+from tutelage.errors import UserError
 
-try:
-    import ray
-    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
-    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError as error:
-    raise missing_extra("runtime: ray", "ray", "ray", error) from error
+A = TypeVar("A")
+P = ParamSpec("P")
 
 OPEN_CALLS = 10_000
-"""Calls that one actor has open at once."""
-PERIOD = 1.0
-"""Seconds between questions to a process whether it is still there."""
+"""Calls that one actor may have open at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
-    """A host in another process. Can be sent to other processes."""
+class ActorSpec:
+    """The name and the devices of an actor."""
 
     name: str
-    """as errors call it"""
-    actor: Any
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Its answer. What the host raised is raised here; ReplicaGone if it is not there."""
-        try:
-            return await getattr(self.actor, method).remote(*args)
-        except Exception as error:
-            raise self._explained(error) from error
-
-    def ask(self, method: str, *args: Any) -> Any:
-        """The same from code that cannot wait otherwise."""
-        try:
-            return ray.get(getattr(self.actor, method).remote(*args))
-        except Exception as error:
-            raise self._explained(error) from error
-
-    def tell(self, method: str, *args: Any) -> None:
-        """Without waiting for an answer."""
-        getattr(self.actor, method).remote(*args)
-
-    @classmethod
-    def find(cls, name: str) -> Remote:
-        """A host of the same run that was spawned to be found."""
-        return cls(name, ray.get_actor(name))
-
-    async def gone(self, deadline: float) -> ReplicaGone:
-        """Wait until the process has died, or has not answered for `deadline` seconds; it is then ended, so that nobody
-        waits for it any longer."""
-        now = asyncio.get_running_loop().time
-        until = now() + deadline
-        while True:
-            try:
-                async with asyncio.timeout_at(until):  # wait_for may swallow a cancellation
-                    await self.call("__ray_ready__")
-            except TimeoutError:
-                ray.kill(self.actor)
-                return ReplicaGone(f"{self.name} has not answered for {deadline:g} s", for_good=True)
-            except ReplicaGone as error:
-                if error.for_good:
-                    return error
-                await asyncio.sleep(min(PERIOD, deadline / 4))
-            else:
-                await asyncio.sleep(min(PERIOD, deadline / 4))
-                until = now() + deadline
-
-    def _explained(self, error: Exception) -> Exception:
-        if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-            return error.cause
-        if isinstance(error, RayActorError):
-            back, said = isinstance(error, ActorUnavailableError), " ".join(str(error).split())
-            if error.actor_init_failed:
-                return ReplicaGone(f"{self.name} could not start: {_raised(str(error))}", for_good=True)
-            state = "is being started again" if back else "died and will not be started again"
-            return ReplicaGone(f"{self.name} {state}: {said[:300]}", for_good=not back)
-        return error
-
-
-def _raised(trace: str) -> str:
-    """What a process said last, of the traceback that it left: from the last line that begins with an error's name."""
-    lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
-    named = [number for number, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Gone)\b", line)]
-    return " ".join(lines[named[-1] if named else -3 :])[:1000]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A value in the cluster's object store, to be read by whoever gets this."""
-
-    ref: Any
-
-    @classmethod
-    def put(cls, value: Any) -> Stored:
-        return cls(ray.put(value))
-
-    def get(self) -> Any:
-        return ray.get(self.ref)
+    """how error messages call it"""
+    pool: str | None = None
+    """None: on any node, without a device of its own, and found by its name"""
+    replica: int = 0
+    """whose devices of the pool it uses"""
+    share: float = 1.0
+    """its part of those devices. A process is on one node, so it holds one device of a replica that may straddle"""
+    restarts: int = 0
+    """times that Ray may restart it. The arguments of such an actor hold no handles of other actors, as Ray may drop
+    those before a restart"""
 
 
 class Cluster:
-    """A Ray cluster in which every replica of every pool has its place."""
+    """A Ray cluster with devices reserved for every replica of every pool."""
 
     def __init__(self, settings: Settings, pools: Mapping[str, Pool]) -> None:
-        """Connects, or starts a local cluster; refuses what does not fit, with the numbers."""
+        """Connect to the cluster at `settings.address`, or start a local one if it is None. Raises CannotPlace with the
+        numbers if the pools do not fit."""
         self.pools = pools
         options: dict[str, Any] = {}
         if settings.address is None:
-            import torch  # not for the small processes, which would spend their start on it
-
             gpus = torch.cuda.device_count()
             options = {"include_dashboard": False, "num_cpus": settings.cpus, "num_gpus": gpus}
             place(pools, left_for_pools([Node("this machine", settings.cpus, gpus)]))
@@ -144,7 +72,7 @@ class Cluster:
             raise
 
     def nodes(self) -> list[Node]:
-        """What is there, whether in use or not, by Ray's name for a node."""
+        """Return the nodes that are alive, by Ray's id, with all their devices, in use or not."""
         return [
             Node(str(node["NodeID"]), int(found.get("CPU", 0)), int(found.get("GPU", 0)))
             for node in ray.nodes()
@@ -153,9 +81,9 @@ class Cluster:
         ]
 
     def _reserve(self, deadline: float) -> None:
-        """Take every replica's devices: on the node that was chosen for it, on another one if that is in use (or dies
-        later). Those that may straddle come last, as when places were chosen, and go where Ray has room. What others
-        still use is waited for, not for ever."""
+        """Reserve the devices of every replica: on the node chosen for it, or on another one if that is in use (or dies
+        later). Replicas that may straddle come last, as in the placement, and go where Ray has room. Wait up to
+        `deadline` seconds for devices that others use."""
         for where in sorted(self.placement.places, key=lambda where: where.bundle.straddle):
             wanted = where.bundle
             kind = wanted.device.upper()
@@ -181,111 +109,34 @@ class Cluster:
             f"({there}, the rest is in use):\n  " + "\n  ".join(asked)
         )
 
-    def spawn(
-        self,
-        host: type,
-        name: str,
-        pool: str | None,
-        replica: int,
-        *args: Any,
-        share: float = 1.0,
-        restarts: int = 0,
-    ) -> Remote:
-        """A host in the place of its pool's replica (None: anywhere, without a device of its own, and to be found by
-        its name). `share`: its part of the devices there; as a process is on one node, it holds one device of a replica
-        that may straddle nodes. The arguments of one that may be started again hold no handles of others: Ray keeps
-        such arguments no longer than it must."""
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": OPEN_CALLS, "max_restarts": restarts}
-        if pool is None:
-            options["name"] = name
+    def spawn(self, spec: ActorSpec, kind: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> ActorHandle[A]:
+        """Start an actor of class `kind`, made with the given arguments, in a process of its own."""
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": OPEN_CALLS, "max_restarts": spec.restarts}
+        if spec.pool is None:
+            options["name"] = spec.name
         else:
-            group, wanted = self._groups[pool, replica], self.pools[pool]
-            held = (1 if wanted.straddle else wanted.devices) * share
-            options[f"num_{wanted.device}s"] = held if held < 1 else int(held)  # Ray divides one device, not several
+            group, pool = self._groups[spec.pool, spec.replica], self.pools[spec.pool]
+            held = (1 if pool.straddle else pool.devices) * spec.share
+            options[f"num_{pool.device}s"] = held if held < 1 else int(held)  # Ray divides one device, not several
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
             )
-        return Remote(name, ray.remote(host).options(**options).remote(*args))
+        remote_class: Any = ray.remote(kind)
+        return ActorHandle(spec.name, remote_class.options(**options).remote(*args, **kwargs))
 
     def close(self) -> None:
-        """Give everything back; a cluster that this process started ends."""
+        """Release all reservations and disconnect. A cluster that this process started ends."""
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups.clear()
         ray.shutdown()
 
 
-async def all_within(calls: Mapping[str, Coroutine[Any, Any, Any]], deadline: float, what: str) -> None:
-    """Wait for calls to several processes, given by name; whoever does not answer in time is named."""
-    tasks = [asyncio.create_task(call, name=name) for name, call in calls.items()]
-    done, waiting = await asyncio.wait(tasks, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
-    for task in waiting:
-        task.cancel()
-    for task in done:
-        if (error := task.exception()) is not None:
-            raise error
-    if waiting:
-        late = ", ".join(sorted(task.get_name() for task in waiting))
-        raise UserError(f"{what} did not finish within {deadline:g} s: no answer from {late}")
-
-
-@asynccontextmanager
-async def needing(
-    remotes: Sequence[Remote], deadline: float, release: Callable[[], None], why: str
-) -> AsyncIterator[None]:
-    """While entered, all these processes must be there. When one dies, or does not answer for `deadline` seconds, what
-    is inside is cancelled, and RunLost names the process and says `why` it is needed; so it does where such a loss is
-    the cause of an error inside. `release` ends whatever cannot be cancelled."""
-    inside = asyncio.current_task()
-    assert inside is not None
-    watches = [asyncio.create_task(remote.gone(deadline)) for remote in remotes]
-    cancelled = 0
-
-    async def interrupt() -> None:
-        nonlocal cancelled
-        await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-        while True:  # what must not be left half-way swallows a cancellation
-            release()
-            cancelled += inside.cancel()
-            await asyncio.sleep(PERIOD)
-
-    interrupting = asyncio.create_task(interrupt())
-    try:
-        yield
-    except BaseException as error:
-        interrupting.cancel()
-        for _ in range(cancelled):
-            inside.uncancel()
-        if isinstance(error, Exception) and not cancelled:
-            await _asked_again(remotes, watches)
-        lost = [watch.result() for watch in watches if watch.done()]
-        if lost and (cancelled or isinstance(error, Exception)):
-            release()
-            raise RunLost(f"{lost[0]}\n{why}") from error
-        raise
-    finally:
-        for task in (interrupting, *watches):
-            task.cancel()
-        with suppress(asyncio.CancelledError):  # one that came when all was done
-            await asyncio.gather(interrupting, *watches, return_exceptions=True)
-
-
-async def _asked_again(remotes: Sequence[Remote], watches: Sequence[asyncio.Task[ReplicaGone]]) -> None:
-    """Something went wrong: if one of the processes has died, its watch knows it when this returns."""
-    answers = [asyncio.create_task(remote.call("__ray_ready__")) for remote in remotes]
-    await asyncio.wait(answers, timeout=PERIOD)
-    dead = [w for answer, w in zip(answers, watches, strict=True) if answer.done() and answer.exception() is not None]
-    for answer in answers:
-        answer.cancel()
-    if dead:
-        await asyncio.wait(dead, timeout=3 * PERIOD)
-
-
 def node_address() -> str:
-    """Of the machine that this process is on."""
+    """Return the IP address of the machine that this process runs on."""
     return str(ray.util.get_node_ip_address())
 
 
 def actor_id() -> str:
-    """Of the actor that this process is; it stays when the process is started again."""
+    """Return the id of the actor that this process runs. It stays the same when Ray restarts the process."""
     return str(ray.get_runtime_context().get_actor_id())

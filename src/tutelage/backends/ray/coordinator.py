@@ -1,26 +1,38 @@
-"""What processes that are started again need to know, and what the run wants to know of them.
+"""The coordinator: one small actor that every process of a run can reach.
 
-It is also where routers ask which replica takes a request (`routing.shared`). The coordinator's process is small and
-starts fast: it hands on what others can read, without reading it itself.
+It hosts the load balancers that routers share (`routing.shared`), and keeps the handles and the newest weights for
+processes that Ray restarts. It must start fast, so its process does not import torch: it passes on references to
+objects and never reads them.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from tutelage.backends.ray.cluster import Remote, Stored
+from tutelage.backends.ray.handles import ActorHandle, Stored
 from tutelage.errors import ReplicaGone, UserError
-from tutelage.routing.shared import Call, Desks, Grant, Said, SharedDesks
+from tutelage.routing.shared import Lease, LoadBalancerClient, LoadBalancerServer, Messages, Transport
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tutelage.backends.ray.actors import RunHandles
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+WeightBucket: TypeAlias = "Stored[list[tuple[str, Tensor]]]"
+"""Named tensors of a published version that travel together."""
 COORDINATOR = "coordinator"
-"""Name under which processes find it."""
+"""Name under which processes find the actor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A process of an engine began: once, unless it died."""
+class ProcessStart:
+    """The start of an engine's process: one per engine, unless the process died."""
 
     name: str
     actor: str
@@ -29,70 +41,89 @@ class Started:
 
 
 class Coordinator:
-    """One in every run on a cluster."""
+    """The coordinator of a run on a cluster."""
 
     def __init__(self, replicas: dict[str, int], limit: int) -> None:
-        """Replicas by the name of their desk; requests that each of them has at most."""
-        self._desks = Desks(replicas, limit)
-        self._company: Stored | None = None
-        self._weights: tuple[int, list[Stored]] | None = None
-        self._starts: list[Started] = []
+        """`replicas` has the number of replicas by the name of their load balancer; `limit` is the number of requests
+        that a replica may have in flight."""
+        self._balancers = LoadBalancerServer(replicas, limit)
+        self._handles: Stored[RunHandles] | None = None
+        self._weights: tuple[int, list[WeightBucket]] | None = None
+        self._starts: list[ProcessStart] = []
 
-    async def introduce(self, company: Stored) -> None:
-        """The queue and the engines, before anybody asks."""
-        self._company = company
+    async def register_handles(self, handles: Stored[RunHandles]) -> None:
+        """Keep the handles of the queue and the engines. The driver calls this before it starts a process that fetches
+        them."""
+        self._handles = handles
 
-    async def company(self) -> Stored | None:
-        return self._company
+    async def handles(self) -> Stored[RunHandles]:
+        assert self._handles is not None
+        return self._handles
 
-    async def publish(self, version: int, buckets: list[Stored]) -> None:
+    async def publish(self, version: int, buckets: list[WeightBucket]) -> None:
         self._weights = (version, buckets)
 
-    async def weights(self) -> tuple[int, list[Stored]] | None:
-        """The newest version that was published, for an engine that missed it."""
+    async def weights(self) -> tuple[int, list[WeightBucket]] | None:
+        """Return the newest published version, for an engine that missed its publication."""
         return self._weights
 
-    async def started(self, start: Started) -> None:
+    async def record_start(self, start: ProcessStart) -> None:
         self._starts.append(start)
 
-    async def starts(self) -> list[Started]:
+    async def starts(self) -> list[ProcessStart]:
         return self._starts
 
-    async def enter(self, who: str) -> None:
-        self._desks.enter(who)
+    async def connect(self, client: str) -> None:
+        """Add a process to the load balancers."""
+        self._balancers.connect(client)
 
-    async def leave(self, who: str) -> None:
-        self._desks.leave(who)
+    async def disconnect(self, client: str) -> None:
+        """Remove a process from the load balancers and release its leases."""
+        self._balancers.disconnect(client)
 
-    async def exchange(self, who: str, pickled: bytes) -> list[Grant]:
-        said: Said = pickle.loads(pickled)
-        return self._desks.exchange(who, said)
+    async def exchange(self, client: str, pickled: bytes) -> list[Lease]:
+        """Handle the pickled Messages of a process."""
+        messages: Messages = pickle.loads(pickled)
+        return self._balancers.exchange(client, messages)
 
-    async def granted(self, who: str) -> list[Grant]:
-        return await self._desks.granted(who)
+    async def wait_for_leases(self, client: str) -> list[Lease]:
+        return await self._balancers.wait_for_leases(client)
 
     async def in_flight(self) -> dict[str, list[int]]:
-        """Requests of every replica, by desk."""
-        return {name: list(desk.in_flight) for name, desk in self._desks.desks.items()}
+        """Return the requests in flight on every replica, by load balancer."""
+        return {name: list(balancer.in_flight) for name, balancer in self._balancers.balancers.items()}
 
 
-async def ask_coordinator(coordinator: Remote, method: str, *args: Any) -> Any:
-    """Its answer; a run without a coordinator ends."""
+def find_coordinator() -> ActorHandle[Coordinator]:
+    """Return the coordinator of the run that this process belongs to."""
+    return ActorHandle.find(COORDINATOR, Coordinator)
+
+
+async def call_coordinator(
+    coordinator: ActorHandle[Coordinator],
+    method: Callable[Concatenate[Coordinator, P], Coroutine[Any, Any, T]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Call the coordinator. Raises UserError if it is gone: a run cannot go on without it."""
     try:
-        return await coordinator.call(method, *args)
+        return await coordinator.call(method, *args, **kwargs)
     except ReplicaGone as error:
         raise UserError(
             f"the run lost its coordinator; `tutelage resume` goes on from the last checkpoint: {error}"
         ) from error
 
 
-def desks(coordinator: Remote, who: str) -> SharedDesks:
-    """The desks, for a process that begins. Messages are pickled here: Ray would look at each of their words."""
-    coordinator.ask("enter", who)
-    return SharedDesks(
-        who,
-        Call(
-            exchange=lambda who, said: ask_coordinator(coordinator, "exchange", who, pickle.dumps(said)),
-            granted=lambda who: ask_coordinator(coordinator, "granted", who),
+def connect_load_balancers(coordinator: ActorHandle[Coordinator], client: str) -> LoadBalancerClient:
+    """Connect this process, under the name `client`, to the run's load balancers. Messages are pickled here, because
+    Ray's own pickler is slow for named tuples."""
+    coordinator.call_sync(Coordinator.connect, client)
+    return LoadBalancerClient(
+        client,
+        Transport(
+            exchange=lambda name, messages: call_coordinator(
+                coordinator, Coordinator.exchange, name, pickle.dumps(messages)
+            ),
+            wait_for_leases=lambda name: call_coordinator(coordinator, Coordinator.wait_for_leases, name),
         ),
     )

@@ -1,4 +1,4 @@
-"""Routers of several processes that share a desk are one load balancer; also when some of them die."""
+"""Routers of several processes share one load balancer; also when some of the processes die."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import asyncio
 import random
 import sys
 from collections.abc import Iterator
+from typing import TypeVar
 
 import pytest
 import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutelage.backends.ray.cluster import Remote
-from tutelage.backends.ray.coordinator import COORDINATOR, Coordinator, desks
+from tutelage.backends.ray.coordinator import COORDINATOR, Coordinator, connect_load_balancers, find_coordinator
+from tutelage.backends.ray.handles import ActorHandle
 from tutelage.errors import UserError
 from tutelage.routing.router import AllReplicasFailed, Router
-from tutelage.routing.shared import Call, Desks, Grant, Said, SharedDesks
+from tutelage.routing.shared import Lease, LoadBalancerClient, LoadBalancerServer, Messages, Transport
 
 
 class Gate:
@@ -32,25 +33,29 @@ class Gate:
 
 
 class Wire:
-    """Stands for the way to the coordinator: counts messages, and each takes a moment."""
+    """A transport to a server in this process: counts messages, and each takes a moment."""
 
-    def __init__(self, there: Desks) -> None:
-        self.there = there
+    def __init__(self, server: LoadBalancerServer) -> None:
+        self.server = server
         self.messages = 0
         self.cut = False
 
-    async def exchange(self, who: str, said: Said) -> list[Grant]:
+    async def exchange(self, name: str, messages: Messages) -> list[Lease]:
         self.messages += 1
-        await self._on_the_way()
-        found = self.there.exchange(who, said)
-        await self._on_the_way()
-        return found
+        await self._delay()
+        leases = self.server.exchange(name, messages)
+        await self._delay()
+        return leases
 
-    async def granted(self, who: str) -> list[Grant]:
-        await self._on_the_way()
-        return await self.there.granted(who)
+    async def wait_for_leases(self, name: str) -> list[Lease]:
+        await self._delay()
+        return await self.server.wait_for_leases(name)
 
-    async def _on_the_way(self) -> None:
+    def client(self, name: str) -> LoadBalancerClient:
+        self.server.connect(name)
+        return LoadBalancerClient(name, Transport(self.exchange, self.wait_for_leases))
+
+    async def _delay(self) -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         if self.cut:
@@ -60,18 +65,14 @@ class Wire:
 def routers(
     count: int, replicas: list[Gate], limit: int, deadline: float | None = None
 ) -> tuple[Wire, list[Router[Gate]]]:
-    """One of each process."""
-    wire = Wire(Desks({"main": len(replicas)}, limit))
-    made = []
-    for number in range(count):
-        wire.there.enter(f"worker {number}")
-        shared = SharedDesks(f"worker {number}", Call(wire.exchange, wire.granted))
-        made.append(Router("main", replicas, shared["main"], deadline))
-    return wire, made
+    """The routers of so many processes."""
+    wire = Wire(LoadBalancerServer({"main": len(replicas)}, limit))
+    clients = [wire.client(f"worker {number}") for number in range(count)]
+    return wire, [Router("main", replicas, client["main"], deadline) for client in clients]
 
 
 def in_flight(wire: Wire) -> list[int]:
-    return wire.there.desks["main"].in_flight
+    return wire.server.balancers["main"].in_flight
 
 
 async def settle() -> None:
@@ -134,7 +135,7 @@ def test_many_requests_share_a_message() -> None:
     asyncio.run(main())
 
 
-def test_whoever_gives_up_waiting_takes_no_place() -> None:
+def test_whoever_gives_up_waiting_holds_no_lease() -> None:
     async def main() -> None:
         replicas = [Gate("0")]
         wire, (first, second) = routers(2, replicas, limit=1, deadline=0.05)
@@ -160,13 +161,13 @@ def test_a_process_that_dies_leaves_nothing_taken() -> None:
         waits = asyncio.create_task(second.call("b", Gate.answer))
         await settle()
         assert in_flight(wire) == [2]
-        wire.there.enter("worker 0")  # in the place of the one that died
+        wire.server.connect("worker 0")  # replaces the one that died
         await settle()
-        assert in_flight(wire) == [1], "two places are free, and one of them is taken by the one that waited"
+        assert in_flight(wire) == [1], "two leases are released, and the request that waited has one of them"
         replicas[0].open.set()
         assert await waits == "0"
-        wire.there.leave("worker 1")
-        wire.there.leave("worker 1")
+        wire.server.disconnect("worker 1")
+        wire.server.disconnect("worker 1")
         assert in_flight(wire) == [0]
         for task in lost:
             task.cancel()
@@ -174,7 +175,7 @@ def test_a_process_that_dies_leaves_nothing_taken() -> None:
     asyncio.run(main())
 
 
-def test_without_the_board_nobody_waits_for_ever() -> None:
+def test_without_the_coordinator_nobody_waits_for_ever() -> None:
     async def main() -> None:
         replicas = [Gate("0")]
         wire, (router,) = routers(1, replicas, limit=1)
@@ -197,7 +198,7 @@ def test_without_the_board_nobody_waits_for_ever() -> None:
     st.integers(1, 3),
     st.randoms(use_true_random=False),
 )
-def test_places_are_never_lost_nor_given_twice(
+def test_leases_are_never_lost_nor_given_twice(
     calls: list[tuple[int, int, str]], count: int, limit: int, chance: random.Random
 ) -> None:
     """Whatever is asked, answered and cancelled in whatever order."""
@@ -221,12 +222,10 @@ def test_places_are_never_lost_nor_given_twice(
                     under_way[self.number] -= 1
                 return self.number
 
-        wire = Wire(Desks({"main": count}, limit))
-        made = []
-        for number in range(3):
-            wire.there.enter(str(number))
-            shared = SharedDesks(str(number), Call(wire.exchange, wire.granted))
-            made.append(Router("main", [Busy(n) for n in range(count)], shared["main"]))
+        wire = Wire(LoadBalancerServer({"main": count}, limit))
+        made = [
+            Router("main", [Busy(n) for n in range(count)], wire.client(str(number))["main"]) for number in range(3)
+        ]
         tasks = []
         for who, key, fate in calls:
             task = asyncio.create_task(made[who].call(key, Busy.serve))
@@ -254,12 +253,15 @@ def test_places_are_never_lost_nor_given_twice(
 # ── the real coordinator ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
+A = TypeVar("A")
+
+
 class Asker:
     """A process with a router of its own."""
 
     def __init__(self, name: str) -> None:
         self.replicas = [Gate("0"), Gate("1")]
-        self.router = Router("main", self.replicas, desks(Remote.find(COORDINATOR), name)["main"])
+        self.router = Router("main", self.replicas, connect_load_balancers(find_coordinator(), name)["main"])
         self.tasks: list[asyncio.Task[str]] = []
 
     async def begin(self, key: str) -> None:
@@ -285,39 +287,39 @@ def cluster() -> Iterator[None]:
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-def test_two_processes_and_a_board(cluster: None) -> None:
-    def spawn(host: type, name: str, *args: object) -> Remote:
-        return Remote(name, ray.remote(host).options(name=name, num_cpus=0, max_concurrency=100).remote(*args))
+def test_two_processes_and_a_coordinator(cluster: None) -> None:
+    def spawn(kind: type[A], name: str, *args: object) -> ActorHandle[A]:
+        return ActorHandle(name, ray.remote(kind).options(name=name, num_cpus=0, max_concurrency=100).remote(*args))
 
     async def until(wanted: list[int]) -> None:
         async with asyncio.timeout(60):
-            while (await coordinator.call("in_flight"))["main"] != wanted:
+            while (await coordinator.call(Coordinator.in_flight))["main"] != wanted:
                 await asyncio.sleep(0.01)
 
     async def main() -> None:
-        await first.call("begin", "a")
+        await first.call(Asker.begin, "a")
         await until([1, 0])
-        await second.call("begin", "b")
+        await second.call(Asker.begin, "b")
         await until([1, 1])
-        await second.call("begin", "a")
+        await second.call(Asker.begin, "a")
         await until([2, 1])
-        await first.call("begin", "a")
+        await first.call(Asker.begin, "a")
         await until([2, 2])
-        await second.call("begin", "c")
-        assert await first.call("finish") == ["0", "1"], "the replica of the key is full"
+        await second.call(Asker.begin, "c")
+        assert await first.call(Asker.finish) == ["0", "1"], "the replica of the key is full"
         await until([2, 1])
         ray.kill(second.actor)
-        await coordinator.call("leave", "second")
+        await coordinator.call(Coordinator.disconnect, "second")
         await until([0, 0])
-        assert await coordinator.call("light"), "the coordinator does not load torch"
+        assert await coordinator.call(Light.light), "the coordinator does not load torch"
         for key in range(5):
-            await third.call("begin", str(key))
+            await third.call(Asker.begin, str(key))
         await until([2, 2])
         ray.kill(coordinator.actor)
         with pytest.raises(
             UserError, match=r"the run lost its coordinator; .tutelage resume. goes on .*coordinator died"
         ):
-            await third.call("finish")
+            await third.call(Asker.finish)
 
     coordinator = spawn(Light, COORDINATOR, {"main": 2}, 2)
     first, second, third = (spawn(Asker, name, name) for name in ("first", "second", "third"))
