@@ -61,7 +61,7 @@ class FreshClerk(Clerk):
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """One Ray and one TransferQueue; three clerks, since a test has up to three queues at a time."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
     for name in (__name__, "queue_plans"):  # workers cannot import tests
         ray.cloudpickle.register_pickle_by_value(sys.modules[name])
     first = start()

@@ -156,6 +156,21 @@ def test_errors_and_cancellations_that_are_nobodys_death_stay_what_they_are(kill
     asyncio.run(test())
 
 
+def test_without_an_address_a_local_cluster_starts_whatever_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With None, Ray would join the cluster that RAY_ADDRESS names or that it finds on this machine."""
+    asked: list[Any] = []
+
+    def init(address: str | None = None, **options: Any) -> None:
+        asked.append(address)
+        raise ConnectionError
+
+    monkeypatch.setattr(ray, "init", init)
+    for address in (None, "auto"):
+        with pytest.raises(ConnectionError):
+            Cluster(Settings(address=address), {})
+    assert asked == ["local", "auto"]
+
+
 # ── a cluster ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 POOLS = {

@@ -281,7 +281,7 @@ class Light(Coordinator):
 @pytest.fixture
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its processes cannot import a test
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])

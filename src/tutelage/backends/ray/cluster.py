@@ -62,7 +62,8 @@ class Cluster:
         if ray.is_initialized():
             raise UserError("this process is connected to a Ray cluster already: one run at a time")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        address = "local" if settings.address is None else settings.address  # None joins a cluster that Ray finds
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         self._groups: dict[tuple[str, int], PlacementGroup] = {}
         try:
             self.placement = place(pools, left_for_pools(self.nodes()))
