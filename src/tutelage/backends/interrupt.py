@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish, not an accident; and event loops inside of event loops."""
+"""Ctrl-C that stops a run in an orderly way, and runs inside an event loop that is running already."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ T = TypeVar("T")
 
 
 def run_to_end(work: Coroutine[Any, Any, T], stop: Callable[[], None] = lambda: None) -> T:
-    """`asyncio.run` that also works where an event loop is running already, as in a notebook: the work then has a loop
-    in a thread of its own, and this one waits. The first Ctrl-C calls `stop` in that loop, a second one cancels it."""
+    """Like `asyncio.run`, but also works where an event loop is running already, as in a notebook: the work then runs
+    in a loop in a thread of its own, and the calling thread waits. The first Ctrl-C calls `stop` in that loop; a second
+    one cancels the work."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -27,7 +28,7 @@ def _run_in_thread(work: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
     errors: list[BaseException] = []
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
-    async def noted() -> None:
+    async def registered() -> None:
         task = asyncio.current_task()
         assert task is not None
         loops.append((asyncio.get_running_loop(), task))
@@ -35,8 +36,8 @@ def _run_in_thread(work: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
 
     def target() -> None:
         try:
-            asyncio.run(noted())
-        except BaseException as error:  # raised again where the caller waits
+            asyncio.run(registered())
+        except BaseException as error:  # raised again in the caller's thread
             errors.append(error)
 
     thread = threading.Thread(target=target, name="tutelage")
@@ -56,8 +57,8 @@ def _run_in_thread(work: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
 
 @contextmanager
 def _first_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """While entered, the first Ctrl-C acts and the second raises KeyboardInterrupt, whatever the running loop does with
-    them otherwise."""
+    """While entered, the first Ctrl-C calls `act` and the second raises KeyboardInterrupt, whatever handlers the
+    running loop has installed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,7 +76,7 @@ def _first_interrupt(act: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """While entered, the first Ctrl-C calls `stop`; a second one interrupts at once. Needs a running event loop."""
+    """While entered, the first Ctrl-C calls `stop`; a second one raises KeyboardInterrupt. Needs a running loop."""
 
     def first() -> None:
         stop()

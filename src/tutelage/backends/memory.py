@@ -1,4 +1,4 @@
-"""How this process holds memory."""
+"""Settings of the allocator and the garbage collector of this process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ KEEP = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what tensors give back instead of returning it to the system and faulting it in again, page by
-    page, in the next step: worth up to a third of a training step on a CPU. False where there is no glibc."""
+    """Let glibc keep freed memory instead of returning it to the system and faulting it in again, page by page, in the
+    next step. Saves up to a third of a training step on a CPU. Returns False where there is no glibc."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -23,6 +23,6 @@ def keep_freed_memory() -> bool:
 
 
 def collect_rarely() -> None:
-    """Look for reference cycles seldom: with thousands of episodes in flight Python would otherwise walk over all their
-    objects again and again, which makes each of them dearer the more there are."""
+    """Run the garbage collector rarely. With thousands of episodes in flight it would otherwise traverse all their
+    objects again and again, so that the cost per episode would grow with their number."""
     gc.set_threshold(100_000, 50, 1000)

@@ -1,4 +1,4 @@
-"""What every process of a run does first."""
+"""Setup that every process of a run does first."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tutelage.config.schema import RunConfig
 from tutelage.errors import UserError
 
 THREADS_PER_CORE, FEW_THREADS = 8, 64
-"""A run may ask for so many compute threads per core; so many in all are always allowed."""
+"""A run may use up to THREADS_PER_CORE compute threads per core, and FEW_THREADS on any machine."""
 
 
 def enter(config: RunConfig) -> None:
-    """What every process of a run does first."""
+    """Set up this process: memory, compute threads, plugins."""
     keep_freed_memory()
     collect_rarely()
     torch.set_num_threads(_threads(config.threads))
@@ -25,7 +25,8 @@ def enter(config: RunConfig) -> None:
 
 
 def _threads(asked: int) -> int:
-    """OpenMP ends the process without a word where the system does not give it as many threads as it wants."""
+    """Return the number of compute threads. Refuses too many, because OpenMP ends the process silently where the system
+    does not grant the threads that it asks for."""
     cores = os.cpu_count() or 1
     most = max(FEW_THREADS, THREADS_PER_CORE * cores)
     if asked > most:
