@@ -15,12 +15,12 @@ from pydantic import ValidationError
 import tiny
 import tiny_paint
 import tutelage
+from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.measures import held_out
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Episode, Prompt
 from tutelage.evaluation.text import Evaluation, Evaluator
-from tutelage.record import history
 from tutelage.rollout.contract import LoopContext, register
 
 PATTERN = {"function": "pattern", "options": {"patterns": "[a-m]"}}
@@ -164,7 +164,7 @@ def test_a_run_killed_after_its_save_is_evaluated_and_marked_on_the_way_back(
     if not (root / "runs" / "undisturbed").exists():
         tutelage.train(tiny.config(root, name="undisturbed", **sections))
     name = f"killed-{before}-{at}"
-    plain = getattr(history, before)
+    plain = getattr(loop, before)
 
     async def dying(run: Any, *rest: Any) -> None:
         if run.step == at:
@@ -172,7 +172,7 @@ def test_a_run_killed_after_its_save_is_evaluated_and_marked_on_the_way_back(
         await plain(run, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(history, before, dying)
+        patched.setattr(loop, before, dying)
         with pytest.raises(Killed):
             tutelage.train(tiny.config(root, name=name, **sections))
     run, straight = root / "runs" / name, root / "runs" / "undisturbed"

@@ -186,10 +186,10 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(root: Path) -> None:
 def test_evaluation_uses_the_running_mean_and_gives_the_weights_back(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tutelage import loop
     from tutelage.evaluation.images import PictureEvaluator
-    from tutelage.record import history
 
-    own, evaluate, seen = history.validate, PictureEvaluator.__call__, []
+    own, evaluate, seen = loop.validate, PictureEvaluator.__call__, []
     config = tiny_paint.config(root, name="mean", steps=2, optimizer={"ema": 0.9, "lr": 1e-2})
 
     def state(trainable: Trainable) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -209,7 +209,7 @@ def test_evaluation_uses_the_running_mean_and_gives_the_weights_back(
         seen.append(("after", state(student)))
 
     monkeypatch.setattr(PictureEvaluator, "__call__", watched)
-    monkeypatch.setattr(history, "validate", validate)
+    monkeypatch.setattr(loop, "validate", validate)
     tutelage.train(config)
     assert [name for name, _ in seen] == ["before", "inside", "after"] * 2
     (weights, mean), inside, after = (found for _, found in seen[3:])

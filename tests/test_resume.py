@@ -20,10 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tiny
 import tutelage
+from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore, load
 from tutelage.cli import main
 from tutelage.modality import text as build
-from tutelage.record import history
 from tutelage.record.run_directory import RunDirectory
 
 STEPS = 40
@@ -164,7 +164,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(root: Path, straig
 
 
 def test_a_stop_during_validation_is_saved_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    validate = history.validate
+    validate = loop.validate
 
     async def interrupted(run: Any) -> None:
         await validate(run)
@@ -172,7 +172,7 @@ def test_a_stop_during_validation_is_saved_too(tmp_path: Path, monkeypatch: pyte
 
     settings = {"steps": 6, "validation": {"every": 2, "prompts": 1}, "checkpoint": {"every": 100}}
     with monkeypatch.context() as patched:
-        patched.setattr(history, "validate", interrupted)
+        patched.setattr(loop, "validate", interrupted)
         run = tutelage.train(tiny.config(tmp_path, **settings))
     assert saved_step(run) == 2
     tutelage.resume(run)
@@ -387,14 +387,14 @@ class Killed(BaseException):
 
 
 def test_tensorboard_shows_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = history.save
+    save = loop.save
 
     def dying(run: Any) -> Path:
         if run.step == 4:
             raise Killed
         return save(run)
 
-    monkeypatch.setattr(history, "save", dying)
+    monkeypatch.setattr(loop, "save", dying)
     with pytest.raises(Killed):
         tutelage.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
     monkeypatch.undo()

@@ -17,12 +17,13 @@ import torch
 
 import tiny
 import tutelage
+from tutelage import loop
 from tutelage.assemble import assemble
 from tutelage.checkpoint.store import CheckpointStore, load
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Batch, Episode, Prompt
 from tutelage.errors import UserError
-from tutelage.record import RunDirectory, history
+from tutelage.record import RunDirectory
 from tutelage.rewards.processes.pool import RewardPool
 from tutelage.rollout.contract import LoopContext, register
 
@@ -493,7 +494,7 @@ class Killed(BaseException):
 
 def stopped(made: Config, at: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that dies when it would save this step."""
-    save = history.save
+    save = loop.save
 
     def dying(run: Any) -> Path:
         if run.step == at:
@@ -501,7 +502,7 @@ def stopped(made: Config, at: int, monkeypatch: pytest.MonkeyPatch) -> Path:
         return save(run)
 
     with monkeypatch.context() as patched:
-        patched.setattr(history, "save", dying)
+        patched.setattr(loop, "save", dying)
         with pytest.raises(Killed):
             tutelage.train(made)
     return Path(made.out) / made.name

@@ -1,36 +1,46 @@
-"""The training loop, top to bottom: roll out and score, learn, publish, record. The first file to read.
+"""The training loop, top to bottom: roll out and score, learn, publish, record, save, evaluate. The first file to read.
 
-`train` starts a run, `resume` goes on with one. Both come down to `all_steps`.
+`train` starts a run, `resume` goes on with one. Both come down to `all_steps`, which holds the cadence. What is written
+down goes through the `Recorder`; `assemble` makes the parts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tutelage.assemble import Parts, assemble
 from tutelage.backends.interrupt import on_interrupt, run_to_end
-from tutelage.checkpoint.store import CheckpointStore
+from tutelage.checkpoint.optimizer_state import pack_rng, unpack_rng
+from tutelage.checkpoint.store import Best, CheckpointStore
 from tutelage.config.load import dump
+from tutelage.config.measures import best_measure, held_out
 from tutelage.config.resume import load_resumed
-from tutelage.config.schema import Grpo, RunConfig
+from tutelage.config.schema import Distill, Grpo, RunConfig
+from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import GroupKey, Prompt
-from tutelage.errors import RunLost, UserError
+from tutelage.errors import CannotJudge, RunLost, UserError
 from tutelage.evaluation.text import Evaluates, evaluator
 from tutelage.learner.optimizer import learning_rate
 from tutelage.learner.schedule import schedule
-from tutelage.learner.step import flat_groups
+from tutelage.learner.step import flat_groups, get_widened
 from tutelage.learner.update import NonFiniteLoss
 from tutelage.queue.contract import BatchRef
-from tutelage.record import history
+from tutelage.record import notes
+from tutelage.record.batches import batch_metrics, rollout_rows, shown_rows
 from tutelage.record.display import Display
 from tutelage.record.lock import locked
+from tutelage.record.recorder import Recorder
 from tutelage.record.run_directory import RunDirectory
+from tutelage.rollout.judges import reward_weights
 from tutelage.rollout.runner import EpisodeDone, EpisodeTimes
 
 
@@ -42,18 +52,21 @@ class Run:
     directory: RunDirectory
     checkpoints: CheckpointStore
     display: Display
+    recorder: Recorder
     evaluator: Evaluates | None
-    writers: history.Writers = field(default_factory=list)
     step: int = 0
     version: int = 0
     saved: int = 0
     """step of the last checkpoint"""
     stopping: bool = False
     replaced: int = 0
+    """groups of this step that others took the place of"""
     failures: list[str] = field(default_factory=list)
+    """why groups failed, since the run began"""
     unmeasured: dict[int, str] = field(default_factory=dict)
     """steps whose evaluation failed, and why"""
     told_flat: bool = False
+    """whether the run has said that rewards teach nothing"""
     counts: dict[str, Any] = field(default_factory=dict)
     """of rewards and teachers, at the end"""
 
@@ -69,7 +82,7 @@ def train(config: RunConfig) -> Path:
         directory.require_free()
         with _opened(config, directory) as run:
             RunDirectory.create(directory.path, dump(config))
-            history.keep_data(run)
+            run.recorder.keep_data(run.parts.stream, run.parts.heldout)
             run_to_end(all_steps(run), run.stop)
     return directory.path
 
@@ -80,10 +93,9 @@ def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] 
     directory = RunDirectory.open(path)
     changes = [*overrides, *([f"steps={steps}"] if steps is not None else [])]
     with locked(directory.path, print):
-        config, notes = load_resumed(directory.path / "config.yaml", changes)
+        config, changed = load_resumed(directory.path / "config.yaml", changes)
         with _opened(config, directory) as run:
-            for line in notes:
-                run.display.note(line)
+            run.recorder.note(*changed)
             run_to_end(all_steps(run, resumed=True), run.stop)
     return directory.path
 
@@ -93,13 +105,13 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
     """A run from its parts to its summary. Nothing is written before models and data have been checked."""
     with Display(config.steps, config.name) as display:
         run = open_run(config, directory, display)
-        history.announce(run)
+        run.recorder.note(f"objective: {run.parts.algorithm.note}", notes.truncated_sampling(config.rollout))
         try:
             yield run
         except RunLost as error:
             on = f"`tutelage resume {directory.path}` goes on from the last checkpoint."
             raise UserError(f"{error}\n{on}") from error
-    history.finish(run)
+    finish(run)
 
 
 def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Run:
@@ -107,28 +119,35 @@ def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Ru
     parts = assemble(config, display.note, display.progress)
     checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep)
     judge = evaluator(parts, directory.path / "validation", display.progress) if parts.heldout else None
-    return Run(parts, directory, checkpoints, display, judge)
+    return Run(parts, directory, checkpoints, display, Recorder(directory, display), judge)
 
 
 async def all_steps(run: Run, *, resumed: bool = False) -> None:
     """The whole of training, from the last checkpoint on if it is resumed."""
-    config = run.parts.config
+    config, record = run.parts.config, run.parts.config.record
     async with run.parts.backend.running():
         if resumed:
-            await history.restore(run)
-        with history.writing(run), on_interrupt(run.stop):
+            await restore(run)
+        writing = run.recorder.writing(record.writers, config.name, config.model_dump(mode="json"), run.step)
+        with writing, on_interrupt(run.stop):
             await run.parts.backend.publish(run.version)
-            if history.due(run):  # before the first step, or after one that was killed before its evaluation
-                await history.validate(run)
+            if evaluation_due(run):  # before the first step, or after one that was killed before its evaluation
+                await validate(run)
             while run.step < config.steps and not run.stopping:
                 await step(run)
                 if run.step == config.steps or run.stopping or run.step % config.checkpoint.every == 0:
-                    await history.save(run)
-                if history.due(run):
-                    await history.validate(run)
+                    await save(run)
+                if evaluation_due(run):
+                    await validate(run)
                 if run.stopping:
-                    await history.save(run)
+                    await save(run)
         run.counts = await run.parts.backend.counts()
+
+
+def evaluation_due(run: Run) -> bool:
+    """Whether an evaluation belongs to this step: before training, at its end, and every `validation.every` steps."""
+    every = run.parts.config.validation.every
+    return run.step in (0, run.parts.config.steps) or (every > 0 and run.step % every == 0)
 
 
 async def step(run: Run) -> None:
@@ -138,18 +157,19 @@ async def step(run: Run) -> None:
     await parts.backend.forget_prefixes()
     with run.display.phase("rollout"):
         ref, prompts, times = await _rollout(run, number)
-    rate, shown = learning_rate(config.optimizer, number, config.steps), history.shown_rows(config, ref)
+    rate, shown = learning_rate(config.optimizer, number, config.steps), shown_rows(config.record.rollouts, ref)
     with run.display.phase("update"):
         try:
             metrics, columns = await parts.backend.learn(ref, rate, schedule(config, number), shown)
         except NonFiniteLoss as error:
-            raise UserError(await history.dump_batch(run, ref, number, error)) from error
+            batch = await get_widened(parts.queue, ref, parts.algorithm.needs)
+            raise run.recorder.nonfinite(number, batch, error) from error
     run.version += 1
     await parts.backend.publish(run.version)
     run.step = number
     seconds = time.perf_counter() - started
     metrics |= {"lr": rate, "version": run.version, "step_seconds": seconds, **times.metrics()}
-    await history.record(run, ref, metrics, columns, prompts)
+    await _record(run, ref, metrics, columns, prompts)
     await parts.queue.clear(ref)
 
 
@@ -167,7 +187,7 @@ async def _rollout(run: Run, step: int) -> tuple[BatchRef, list[Prompt], Episode
         run.replaced += len(dropped)
         await parts.queue.clear(ref.only(dropped))
         ref, prompts = ref.without(dropped).joined(others), [*prompts, *more]
-    history.check_budget(run, ref, step)
+    _check_failed_groups(run, ref, step)
     return ref, prompts, times
 
 
@@ -180,3 +200,163 @@ async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTime
         if isinstance(outcome, EpisodeDone):
             times.add(outcome)
     return await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
+
+
+def _check_failed_groups(run: Run, ref: BatchRef, step: int) -> None:
+    """Show and count failed groups; too many in one step stop the run."""
+    run.failures.extend(failure.reason for failure in ref.failed)
+    for failure in ref.failed:
+        run.recorder.note(f"step {step}: group {failure.group.uid} failed: {failure.reason}")
+    allowed = run.parts.config.rollout.max_failed_groups
+    if len(ref.failed) > allowed or not ref.keys:
+        reasons = "\n  ".join(sorted({failure.reason for failure in ref.failed})[:5])
+        raise UserError(
+            f"step {step}: {len(ref.failed)} of {len(ref.failed) + len({k.group for k in ref.keys})} groups failed, "
+            f"rollout.max_failed_groups allows {allowed}:\n  {reasons}"
+        )
+
+
+async def _record(
+    run: Run, ref: BatchRef, metrics: dict[str, float], columns: Mapping[str, Ragged], prompts: list[Prompt]
+) -> None:
+    """Complete the metrics of the step and write them down, with the episodes that the recipe keeps."""
+    parts, config, recorder = run.parts, run.parts.config, run.recorder
+    text, seconds = parts.tokenizer is not None, metrics["step_seconds"]
+    metrics |= await batch_metrics(parts.queue, ref, reward_weights(config), seconds, text=text)
+    generate, teacher = await parts.backend.seconds()  # embedded they take turns, so their times do not overlap
+    update = run.display.phase_metrics().get("seconds/update", 0.0)
+    metrics |= {"replaced_groups": float(run.replaced)}
+    metrics |= {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
+    chosen = config.algorithm
+    if "divergence" in metrics and isinstance(chosen, Distill) and chosen.objective in ("reverse_kl", "k1", "k3"):
+        metrics["kl"] = metrics["divergence"]
+    recorder.note(notes.reference_gap(metrics))
+    teacher_of = parts.teachers.route if parts.teachers.teachers else lambda prompt: None
+    kept = config.record.rollouts
+    rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, parts.tokenizer, teacher_of)
+    recorder.step(run.step, metrics, await parts.backend.timeline(), rows)
+    advice = notes.flat_rewards(chosen, config.rollout.samples, run.step, metrics)
+    if advice is not None and not run.told_flat:
+        run.told_flat = True
+        recorder.note(advice)
+
+
+async def validate(run: Run) -> None:
+    """Evaluate, write it down and mark the best checkpoint. An evaluation is made once in the life of a run: one that
+    is recorded, in a run that was resumed, is not made again.
+
+    One that fails before the first step stops the run. Later ones cost no step: the run goes on without the measures of
+    this step, and `finish` says so if it was the last one. Any other error finds the step saved.
+    """
+    if run.evaluator is None:
+        return
+    try:
+        if not any(measured.step == run.step for measured in run.directory.load_validations()):
+            await _evaluate(run, run.evaluator)
+    except (UserError, CannotJudge) as error:
+        if run.step == 0:
+            raise
+        run.unmeasured[run.step] = str(error)
+        run.recorder.note(f"no measures of step {run.step}, the evaluation failed: {error}")
+    except Exception:
+        if run.step > 0:
+            await save(run)
+        raise
+    if run.step > 0:
+        await mark_best(run)
+
+
+async def _evaluate(run: Run, evaluator: Evaluates) -> None:
+    rng = pack_rng()  # checkpoints are made before: what comes after them must not depend on an evaluation
+    try:
+        with run.display.phase("evaluate"):
+            async with run.parts.backend.averaged(run.version):
+                evaluation = await evaluator()
+    finally:
+        unpack_rng(*rng)
+    await run.parts.backend.seconds()  # so that the next step does not count them
+    await run.parts.backend.timeline()
+    for reason in dict.fromkeys(evaluation.retried):
+        run.recorder.note(f"held-out at step {run.step}: run again after a failure: {reason}")
+    for reason in evaluation.failed:
+        run.recorder.note(f"held-out at step {run.step}: left out of the measures: {reason}")
+    if evaluation.pictures is not None:
+        shown = evaluation.pictures
+        run.recorder.pictures(run.step, shown.prompts, shown.media, shown.stages)
+    run.recorder.evaluation(run.step, evaluation.metrics, evaluation.samples)
+
+
+async def save(run: Run, mark: Best | None = None) -> None:
+    """Save a checkpoint of this step, once; `mark` makes it the best one in the same moment."""
+    if run.saved == run.step:
+        return
+    state = {"version": run.version, "data": run.parts.stream.state(), "failures": run.failures}
+    await run.parts.backend.save(run.checkpoints, run.step, state, mark)
+    run.saved = run.step
+
+
+async def mark_best(run: Run) -> None:
+    """Mark the checkpoint whose own evaluation is the best. If that is the step at hand, it is saved for it.
+
+    Everything is decided from the record, so a run that was killed before it got here comes to the same mark.
+    """
+    measure = best_measure(run.parts.config)
+    if measure is None:
+        return
+    there = {*run.checkpoints.steps(), run.step} - {0}
+    values = {m.step: m.metrics.get(measure, math.nan) for m in run.directory.load_validations() if m.step in there}
+    finite = {step: value for step, value in values.items() if math.isfinite(value)}
+    if not finite:
+        return
+    sign = 1 if held_out(run.parts.config)[measure] == "higher" else -1
+    step = max(finite, key=lambda step: (sign * finite[step], -step))
+    mark = Best(step, measure, finite[step])
+    if step == run.step and run.saved != step:
+        await save(run, mark)
+    elif mark != run.checkpoints.best_mark():
+        run.checkpoints.mark_best(step, measure, finite[step])
+
+
+async def restore(run: Run) -> None:
+    """Go back to the last checkpoint: weights, optimizer, data position, version, and the record up to there. Without
+    one, go back to the beginning."""
+    parts, recorder, threads = run.parts, run.recorder, torch.get_num_threads()
+    run.checkpoints.recover()
+    found = await parts.backend.restore(run.checkpoints.latest()) if run.checkpoints.steps() else None
+    if found is not None:
+        parts.stream.restore(found.state["data"])
+        run.step, run.saved, run.version = found.step, found.step, found.state["version"]
+        run.failures = list(found.state["failures"])
+    recorder.check_heldout(parts.heldout)
+    run.directory.rewind(run.step)
+    run.directory.keep_config(dump(parts.config))
+    recorder.keep_data(parts.stream, parts.heldout)
+    if found is None:
+        recorder.note("no checkpoint yet: starting from the beginning")
+        return
+    if found.state["threads"] != threads:
+        recorder.note(
+            f"the checkpoint was made with {found.state['threads']} threads, this run uses "
+            f"{threads}: results agree to rounding only"
+        )
+    recorder.note(f"resumed at step {run.step} of {parts.config.steps}")
+
+
+def finish(run: Run) -> None:
+    """Summary, report and the closing table; or, after Ctrl-C, how to go on."""
+    if run.step < run.parts.config.steps:
+        run.recorder.stopped(run.step, run.parts.config.steps)
+        return
+    outcome = {
+        "objective": run.parts.algorithm.note,
+        "failed_groups": run.failures,
+        "failed_evaluations": {str(step): reason for step, reason in run.unmeasured.items()},
+        "queue": {name: value for name, value in run.parts.queue.counts.items() if value},
+        **run.counts,
+    }
+    run.recorder.finished(run.step, outcome, run.checkpoints.latest())
+    if run.step in run.unmeasured:
+        raise UserError(
+            f"all {run.step} steps are trained and saved in {run.checkpoints.latest()}, but the evaluation after the "
+            f"last one failed. `tutelage resume {run.directory.path}` makes it again.\n{run.unmeasured[run.step]}"
+        )

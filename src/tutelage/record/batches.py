@@ -1,0 +1,104 @@
+"""What the record keeps of a step's batch: its metrics, and its episodes token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tutelage.algorithms.contract import Episodes
+from tutelage.data.ragged import Ragged
+from tutelage.data.trajectory import Batch, Prompt
+from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.queue.contract import BatchRef, SampleQueue
+from tutelage.record.run_directory import RolloutRow
+from tutelage.rollout.judges import part_means
+
+SAMPLED_ROLLOUTS = 4
+"""Trajectories of each step that `record.rollouts: sample` keeps."""
+
+
+def shown_rows(kept: str, ref: BatchRef) -> int:
+    """How many rows of a step, from its first, `record.rollouts` keeps with what the learner saw at every action."""
+    return min({"all": len(ref), "sample": SAMPLED_ROLLOUTS, "none": 0}[kept], len(ref))
+
+
+async def batch_metrics(
+    queue: SampleQueue, ref: BatchRef, weights: Mapping[str, float], seconds: float, *, text: bool
+) -> dict[str, float]:
+    """Metrics of a step's batch: the rewards one by one, what top-k teachers left out, sizes and throughput.
+
+    `weights` are those of the rewards; `seconds` is the time of the step; `text` says that actions are tokens.
+    """
+    metrics: dict[str, float] = {}
+    lengths = torch.tensor([int(ref.tags[key]["actions"]) for key in ref.keys])
+    actions = int(lengths.sum())
+    if len(weights) > 1:
+        judged = await queue.get(ref, ("reward_parts",))
+        metrics |= part_means(judged.rows["reward_parts"][Episodes.of(judged).reward_row], weights)
+    if "teacher_mass_outside" in ref.columns:
+        outside = (await queue.get(ref, ("teacher_mass_outside",))).rows["teacher_mass_outside"]
+        metrics["teacher_mass_outside"] = float((outside * lengths).sum() / max(actions, 1))
+    if text:
+        metrics |= {"tokens": float(actions), "length": actions / len(ref), "tokens_per_second": actions / seconds}
+    else:
+        metrics |= {"trained_steps": float(actions), "pictures_per_second": len(ref) / seconds}
+    return metrics | {
+        "trajectories": float(len(ref)),
+        "failed_groups": float(len(ref.failed)),
+        "stale_groups": float(len(ref.stale)),
+    }
+
+
+async def rollout_rows(
+    queue: SampleQueue,
+    ref: BatchRef,
+    kept: str,
+    columns: Mapping[str, Ragged],
+    prompts: Sequence[Prompt],
+    tokenizer: SafeTokenizer | None,
+    teacher_of: Callable[[Prompt], str | None],
+) -> list[RolloutRow]:
+    """The first episodes of a step as the record keeps them; none if there is no text to show.
+
+    `columns` is what the learner saw at every action of these rows.
+    """
+    shown = ref.rows(range(shown_rows(kept, ref)))
+    if not shown.keys or "student_logp" not in columns or tokenizer is None:
+        return []
+    batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward"))
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    return [
+        _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), tokenizer, teacher_of)
+        for number, key in enumerate(batch.keys)
+    ]
+
+
+def _rollout_row(
+    batch: Batch,
+    number: int,
+    columns: Mapping[str, Ragged],
+    prompt: Prompt,
+    finish: str,
+    tokenizer: SafeTokenizer,
+    teacher_of: Callable[[Prompt], str | None],
+) -> RolloutRow:
+    ids = batch.columns["tokens"].row(number)[batch.columns["mask"].row(number)].tolist()
+    reward = batch.rows.get("reward")
+    return RolloutRow(
+        key=batch.keys[number],
+        prompt=prompt.request,
+        teacher=teacher_of(prompt),
+        pieces=tuple(tokenizer.pieces(ids)),
+        ids=tuple(ids),
+        student_logp=tuple(columns["student_logp"].row(number).tolist()),
+        teacher_logp=_row(columns, "teacher_logp", number),
+        divergence=_row(columns, "divergence", number),
+        reward=None if reward is None else float(reward[number]),
+        finish=finish,
+        version=tuple(batch.columns["version"].row(number).tolist()),
+    )
+
+
+def _row(columns: Mapping[str, Ragged], name: str, number: int) -> tuple[float, ...] | None:
+    return tuple(columns[name].row(number).tolist()) if name in columns else None
