@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tutelage.cli import main
-from tutelage.config import Config, dump, load
+from tutelage.config.load import dump, load
+from tutelage.config.schema import Config
 from tutelage.errors import UserError
 
 RECIPE = "student: {path: small}\nteachers: {main: {path: big}}\ndata: {train: p.jsonl}\nname: first\n"

@@ -16,13 +16,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tutelage.config import Config, ConfigError, DiffusionConfig, Mistake, dump, load
+from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.explain import _known, sections
-from tutelage.config.load import leaves
+from tutelage.config.load import ConfigError, dump, leaves, load
 from tutelage.config.pools import pool_members
 from tutelage.config.resume import EXACT, ONLY_NULL, TO_ROUNDING
 from tutelage.config.schema import (
     Checkpoint,
+    Config,
     Data,
     Distill,
     Lora,
@@ -37,7 +38,7 @@ from tutelage.config.schema import (
     Validation,
 )
 from tutelage.config.show import Row, _is_read, plain, show, table
-from tutelage.config.tree import inline_yaml
+from tutelage.config.tree import Mistake, inline_yaml
 from tutelage.errors import UserError
 
 ROOT = Path(__file__).parent.parent

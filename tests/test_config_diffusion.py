@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from tutelage.cli import main
-from tutelage.config import ConfigError, Mistake, load
 from tutelage.config.diffusion import DRIFT, DiffusionConfig
+from tutelage.config.load import ConfigError, load
+from tutelage.config.tree import Mistake
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MINIMAL: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 
 import tiny
 from tutelage.cli import main
-from tutelage.config import load
 from tutelage.config.diffusion import DiffusionConfig
+from tutelage.config.load import load
 from tutelage.config.schema import Config
 
 RECIPES = Path(__file__).parents[1] / "recipes"

@@ -524,9 +524,9 @@ def test_all_mistakes_are_reported_together_before_any_answer(plugin: str, tmp_p
     lines = refused(RewardPool(specs, plugins, processes=2)).splitlines()
     expected = [
         ["plugins: ", "missing.py does not exist"],
-        ["plugins: ", "raises.py could not be loaded, it raised NameError", "(raises.py, line 3)"],
-        ["plugins: ", "broken.py is not valid Python", "line 1"],
-        ["plugins: ", "again.py could not be loaded", "'numeric' is registered already"],
+        ["plugins: ", "raises.py cannot be loaded: line 3: NameError: "],
+        ["plugins: ", "broken.py cannot be loaded: ", "broken.py, line 1: SyntaxError: "],
+        ["plugins: ", "again.py cannot be loaded: line 2: ", "'numeric' is registered already"],
         ["rewards.typo.function: there is no reward 'numeirc'; did you mean 'numeric'?", "act, classifier"],
         ["rewards.extra.options: ", "'ignorecase'; did you mean 'ignore_case'? It takes strip, ignore_case"],
         ["rewards.lacks.options: ", "missing a required argument: 'patterns'"],

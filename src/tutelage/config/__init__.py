@@ -1,8 +1,4 @@
-"""Settings of a run: the schema with its defaults, and recipes that fill it in."""
+"""Settings of a run: the schema with its defaults, recipes that fill it in, and the tables that all rooms read.
 
-from tutelage.config.diffusion import DiffusionConfig
-from tutelage.config.load import ConfigError, Loaded, dump, load
-from tutelage.config.schema import Config
-from tutelage.config.tree import Mistake
-
-__all__ = ["Config", "ConfigError", "DiffusionConfig", "Loaded", "Mistake", "dump", "load"]
+Nothing is imported here: the processes of rewards load plugins, and must start fast.
+"""

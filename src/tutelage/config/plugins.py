@@ -1,4 +1,4 @@
-"""Users' Python files, which register what they define."""
+"""Users' Python files, which register what they define: the one loader for recipes, rewards' processes and certify."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ IMPORTS = "write `from tutelage import Answer, Episode, LoopContext, Prompt, age
 """What a plugin imports its decorators and types with."""
 
 
-def load_plugin(path: str) -> None:
-    """Run a user's file, which registers what it defines; once in a process, however many runs ask for it. What it
-    raises becomes a UserError that names the file and the line."""
+def load_plugin(path: str, named_by: str = "plugins") -> str:
+    """Run a user's file, which registers what it defines, and return the name of its module. A process runs each file
+    once, however often it is asked for.
+
+    What the file raises becomes a UserError with the file and the line. `named_by` is the setting or option that names
+    the file; errors begin with it.
+    """
     file = Path(path)
     if not file.is_file():
-        raise UserError(f"plugins: {path} does not exist (looked for {file.absolute()})")
+        raise UserError(f"{named_by}: {path} does not exist (looked for {file.absolute()})")
     name = f"tutelage_plugin_{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
     if name in sys.modules:
-        return
+        return name
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise UserError(f"plugins: {path} is not a Python file")
+        raise UserError(f"{named_by}: {path} is not a Python file: its name must end in .py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -33,7 +37,8 @@ def load_plugin(path: str) -> None:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise UserError(f"plugins: {path} cannot be loaded: {_raised_in(file, error)}") from error
+        raise UserError(f"{named_by}: {path} cannot be loaded: {_raised_in(file, error)}") from error
+    return name
 
 
 def _raised_in(file: Path, error: BaseException) -> str:
@@ -46,5 +51,6 @@ def _raised_in(file: Path, error: BaseException) -> str:
 
 
 def _line(file: Path, error: BaseException) -> str:
-    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if Path(frame.filename).absolute() == file.absolute()]
     return f"line {own[-1]}: " if own else ""

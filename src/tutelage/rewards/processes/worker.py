@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
@@ -23,6 +22,8 @@ from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 
+from tutelage.config.plugins import load_plugin
+from tutelage.errors import UserError
 from tutelage.rewards import seeds
 from tutelage.rewards.contract import CHECKS, REWARDS, Answer, RewardSpec, Work
 from tutelage.rewards.functions import (
@@ -161,32 +162,13 @@ def find_problems(specs: Mapping[str, RewardSpec], plugins: Sequence[str], seed:
     problems = []
     for path in plugins:
         seeds.plant(seed)
-        if problem := load_plugin(path):
-            problems.append(problem)
+        try:
+            load_plugin(path)
+        except UserError as error:
+            problems.append(str(error))
     for name, spec in specs.items():
         problems += [f"rewards.{name}.{problem}" for problem in _spec_problems(spec)]
     return problems
-
-
-def load_plugin(path: str) -> str | None:
-    """Run a user's file, which registers its rewards; returns what went wrong."""
-    file = Path(path)
-    if not file.is_file():
-        return f"plugins: {path} does not exist (looked for {file.absolute()})"
-    name = f"tutelage_plugin_{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
-    if name in sys.modules:
-        return None
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        return f"plugins: {path} is not a Python file: its name must end in .py"
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        return f"plugins: {path} is not valid Python: {error.msg} ({error.filename}, line {error.lineno})"
-    except BaseException as error:
-        return f"plugins: {path} could not be loaded, it raised {describe(error)}"
-    return None
 
 
 def _spec_problems(spec: RewardSpec) -> list[str]:
