@@ -35,12 +35,12 @@ from tutelage.checkpoint.store import (
     State,
     advice,
     damage,
-    make_durable_directory,
     name_of,
     read_state,
     remove,
 )
 from tutelage.checkpoint.tensor_file import Seal, TensorFile
+from tutelage.data import durable
 
 Named = Mapping[str, Mapping[str, Tensor]]
 """By file stem (model, optimizer, …), then by name."""
@@ -117,7 +117,7 @@ class ShardedStore(CheckpointStore):
         return sum(layout.size for layout in layouts.values())
 
     def _make_room(self, folder: Path, needed: int) -> None:
-        make_durable_directory(self.directory)
+        durable.make_directory(self.directory)
         self.recover()
         if (free := shutil.disk_usage(self.directory).free) < needed:
             raise OSError(errno.ENOSPC, f"it needs {needed:,} bytes, {free:,} are free: keep fewer checkpoints")

@@ -37,6 +37,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tutelage.checkpoint.tensor_file import Seal, TensorFile, crc_of_file, file_name, write_bytes
+from tutelage.data import durable
 from tutelage.errors import UserError
 
 FORMAT = "tutelage-checkpoint"
@@ -151,7 +152,7 @@ class CheckpointStore:
         needed = len(draft.to_json()) + sum(seal.size for seal in seals.values()) + _SLACK * (len(seals) + 2)
         target = self.directory / name_of(step)
         with self._explained(f"{name_of(step)} was not saved", needed):
-            make_durable_directory(self.directory)
+            durable.make_directory(self.directory)
             if shutil.disk_usage(self.directory).free < needed:
                 raise OSError(errno.ENOSPC, "not enough free space")
             self._write(target, layouts, draft)
@@ -199,11 +200,11 @@ class CheckpointStore:
             writing.mkdir()
             seals = {name: layout.write(writing / name) for name, layout in layouts.items()}
             write_bytes(writing / STATE, [replace(draft, files=seals).to_json()])
-            _sync_directory(writing)
+            durable.sync(writing)
             if target.exists():
                 os.rename(target, old)
             os.rename(writing, target)
-            _sync_directory(self.directory)
+            durable.sync(self.directory)
         except BaseException:
             if old.exists() and not target.exists():
                 os.rename(old, target)
@@ -230,7 +231,7 @@ class CheckpointStore:
         for step in list(steps):
             trash = self.directory / (_TRASH + name_of(step))
             os.rename(self.directory / name_of(step), trash)
-            _sync_directory(self.directory)
+            durable.sync(self.directory)
             remove(trash)
 
     def _read_mark(self) -> Best | None:
@@ -252,7 +253,7 @@ class CheckpointStore:
         else:
             write_bytes(writing, [json.dumps(asdict(mark), allow_nan=False).encode()])
             os.replace(writing, path)
-        _sync_directory(self.directory)
+        durable.sync(self.directory)
 
     @contextmanager
     def _explained(self, what: str, needed: int | None = None) -> Iterator[None]:
@@ -403,21 +404,6 @@ def _require_json(value: Any, where: str) -> None:
 
 def _crc_of(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def make_durable_directory(path: Path) -> None:
-    if not path.is_dir():
-        path.mkdir(parents=True)
-        _sync_directory(path.parent)
 
 
 def remove(path: Path) -> None:

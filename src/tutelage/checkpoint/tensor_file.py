@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tutelage.data import durable
 
 _CHUNK = 1 << 20
 _DTYPES = {
@@ -93,19 +94,18 @@ def file_name(name: str) -> str:
 
 
 def write_bytes(path: Path, pieces: Iterable[bytes | memoryview]) -> Seal:
-    """Write, checksum and fsync one new file, in chunks that stay in the processor's cache for the second pass."""
+    """Write and checksum one new file, in chunks that stay in the processor's cache for the second pass."""
     size = crc = 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        nonlocal size, crc
         for piece in pieces:
             for start in range(0, len(piece), _CHUNK):
                 chunk = piece[start : start + _CHUNK]
                 crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-                while chunk:
-                    chunk = chunk[os.write(file, chunk) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
+                yield chunk
+
+    durable.write(path, chunks())
     return Seal(size, crc)
 
 

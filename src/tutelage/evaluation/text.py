@@ -28,6 +28,7 @@ from tutelage.backends.interrupt import run_to_end
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, RunConfig
+from tutelage.data import durable
 from tutelage.data.ragged import Ragged
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
@@ -307,13 +308,10 @@ class Evaluator:
             "mask": mask.values,
             "mask_offsets": mask.offsets,
         }
-        temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(content, temporary)
-            temporary.replace(self.file)
+            with durable.replacing(self.file, self.file.with_suffix(f".{os.getpid()}.tmp")) as temporary:
+                save_file(content, temporary)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
             raise UserError(f"the teacher's text could not be written to {self.file}: {error}") from error
         return list(rows)
 

@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from tutelage.data import durable
 from tutelage.models.sources import ModelError, cache_directory
 
 WORTHWHILE = 1.1
@@ -145,9 +147,5 @@ def _machine() -> str:
 def _remember(file: Path, verdict: Verdict) -> None:
     """Best effort: a cache that cannot be written costs another probe next time, nothing else."""
     part = file.with_name(f".{file.name}.{uuid.uuid4().hex}.part")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError), durable.replacing(file, part):
         part.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
-        os.replace(part, file)
-    except OSError:
-        part.unlink(missing_ok=True)

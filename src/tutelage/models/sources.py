@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from tutelage.data import durable
 from tutelage.errors import UserError
 
 if TYPE_CHECKING:
@@ -140,11 +141,7 @@ def _flush(directory: Path) -> None:
     for path in [*directory.rglob("*"), directory]:
         if path.is_file():
             path.chmod(readable)
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        durable.sync(path)
 
 
 def _config_problems(directory: Path) -> Iterator[str]:

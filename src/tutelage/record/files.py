@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and JSON lines that survive a killed run."""
+"""Files of a run directory: text that is whole or not there, and JSON lines that survive a killed run."""
 
 from __future__ import annotations
 
@@ -9,31 +9,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tutelage.data import durable
 from tutelage.errors import UserError
 
 RESUME = "resume the run"
 
 
-def write_atomic(path: Path, content: str, then: str = RESUME) -> None:
+def write_atomic(path: Path, content: str | bytes, then: str = RESUME) -> None:
     """Put the whole content at `path`, or leave what was there. Durable when it returns. `then` is what an error
     advises to do once the disk takes files again."""
-    temporary = temporary_of(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content.encode("utf-8", "replace"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
+        durable.replace(path, content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
     except OSError as error:
-        remove_quietly(temporary)
         raise unwritable(path, error, then) from error
-
-
-def temporary_of(path: Path) -> Path:
-    """Where the content of a file is gathered before it takes its place."""
-    return path.with_name(f".{path.name}.tmp")
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
@@ -43,18 +31,13 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
         with path.open("ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
             try:
-                _write_all(file.fileno(), line)
+                durable.write_all(file.fileno(), line)
                 os.fsync(file.fileno())
             except OSError:
                 file.truncate(before)
                 raise
     except OSError as error:
         raise unwritable(path, error) from error
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -99,23 +82,6 @@ def finite_or_none(value: float) -> float | None:
 def none_to_nan(value: float | None) -> float:
     """The way back; which kind of non-finite number it was is not kept."""
     return math.nan if value is None else value
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and removals inside a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_quietly(path: Path) -> None:
-    """Remove a leftover if it is there; failing to is no reason to hide the error that led here."""
-    try:
-        path.unlink(missing_ok=True)
-    except (OSError, ValueError):
-        return
 
 
 def remove_directory_quietly(path: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tutelage.errors import UserError, missing_extra
-from tutelage.record.files import remove_quietly, sync_directory, temporary_of, unwritable, write_atomic
+from tutelage.record.files import write_atomic
 from tutelage.record.run_directory import RunDirectory
 
 Kind = Literal["eval", "denoising"]
@@ -108,8 +107,8 @@ class ImageRecord:
         kept = media[:_MOST_PROMPTS].cpu().contiguous()
         columns = min(_COLUMNS, len(kept)) if kept.dim() == 4 else 1
         self._before_after.unlink(missing_ok=True)  # its right half is no longer the last evaluation
-        _write(self._path("eval", step, "safetensors"), safetensors.torch.save({"media": kept}))
-        _write(self._path("eval", step, "png"), png(grid(_tiles(kept), columns)))
+        write_atomic(self._path("eval", step, "safetensors"), safetensors.torch.save({"media": kept}))
+        write_atomic(self._path("eval", step, "png"), png(grid(_tiles(kept), columns)))
         self._describe("eval", step, prompts[: len(kept)], len(prompts), columns)
 
     def write_denoising(self, step: int, prompt: str, frames: Tensor) -> None:
@@ -117,7 +116,7 @@ class ImageRecord:
         ([steps, T, C, H, W]) has a row for each."""
         _require(frames, (4, 5), "one image [steps, C, H, W] or video [steps, T, C, H, W]")
         columns = _STEPS_IN_A_ROW if frames.dim() == 4 else 1
-        _write(self._path("denoising", step, "png"), png(grid(_tiles(frames.cpu()), columns)))
+        write_atomic(self._path("denoising", step, "png"), png(grid(_tiles(frames.cpu()), columns)))
         self._describe("denoising", step, [prompt], 1, 1)
 
     def write_before_after(self) -> Path | None:
@@ -136,7 +135,7 @@ class ImageRecord:
         columns = _COLUMNS if before.dim() == 4 else 1
         left, right = (grid(_tiles(media), columns) for media in (before, after))
         gap = left.new_full((left.shape[0], left.shape[1], _GAP), _WHITE)
-        _write(self._before_after, png(torch.cat((left, gap, right), dim=2)))
+        write_atomic(self._before_after, png(torch.cat((left, gap, right), dim=2)))
         return self._before_after
 
     def steps(self, kind: Kind) -> list[int]:
@@ -208,19 +207,3 @@ def _enlarged(media: Tensor, smallest: int) -> Tensor:
     """Each pixel a square of as many pixels as the shorter side needs."""
     factor = max(1, -(-smallest // min(media.shape[-2:])))
     return media.repeat_interleave(factor, -1).repeat_interleave(factor, -2)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Put the whole content at `path`, or leave what was there."""
-    temporary = temporary_of(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-    except OSError as error:
-        remove_quietly(temporary)
-        raise unwritable(path, error) from error

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tutelage.data import durable
 from tutelage.data.prompts import PromptSet, PromptStream
 from tutelage.data.trajectory import Batch
 from tutelage.errors import UserError
@@ -110,7 +111,8 @@ class Recorder:
         tensors = {name: column.values.contiguous() for name, column in batch.columns.items()}
         tensors |= {f"{name}_offsets": column.offsets for name, column in batch.columns.items()}
         try:
-            save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
+            with durable.replacing(path) as temporary:
+                save_file({name: tensor.clone() for name, tensor in tensors.items()}, temporary)
             kept = f"the batch is in {path}"
         except (OSError, SafetensorError) as failure:
             kept = f"the batch could not be written to {path}: {failure}"

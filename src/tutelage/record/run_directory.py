@@ -22,8 +22,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from tutelage.data import durable
+from tutelage.data.durable import remove_quietly, temporary_of
 from tutelage.data.trajectory import Key
 from tutelage.errors import UserError
 from tutelage.record.files import (
@@ -33,9 +35,6 @@ from tutelage.record.files import (
     none_to_nan,
     read_lines,
     remove_directory_quietly,
-    remove_quietly,
-    sync_directory,
-    temporary_of,
     unwritable,
     write_atomic,
     write_lines,
@@ -116,9 +115,9 @@ class RunDirectory:
         self.path = Path(path)
 
     @classmethod
-    def create(cls, path: Path | str, config_yaml: str, existing: Literal["refuse"] = "refuse") -> RunDirectory:
-        """Start a run in a directory that holds none; `existing` says what happens to a run that is there already. What
-        is left of a start that did not come to its first step goes."""
+    def create(cls, path: Path | str, config_yaml: str) -> RunDirectory:
+        """Start a run in a directory that holds none. What is left of a start that did not come to its first step is
+        removed."""
         run = cls(path)
         run.require_free()
         if run.path.is_dir():
@@ -314,7 +313,7 @@ def _remove_later(directory: Path, step: int) -> bool:
     later = [path for path, match in numbered if match and int(match[1]) > step]
     for path in (*later, *directory.glob("*.tmp")):
         path.unlink()
-    sync_directory(directory)
+    durable.sync(directory)
     return bool(later)
 
 
