@@ -34,7 +34,6 @@ from tutelage.engines.contract import GenerateRequest, Generation, Sampling, Sco
 from tutelage.queue import MemoryQueue
 from tutelage.queue.contract import SampleQueue
 from tutelage.rollout.loops.single_turn import SingleTurn
-from tutelage.rollout.manager import RolloutManager
 from tutelage.rollout.runner import EpisodeDone, Rollout, RolloutRequest
 from tutelage.rollout.scoring import EpisodeScorer
 from tutelage.rollout.worker import AgentLoopWorker
@@ -118,7 +117,7 @@ def make_rollout(queue: SampleQueue, balancers: LoadBalancerClient | None = None
         return EpisodeScorer(queue, (judge,))
 
     loops = {"single_turn": SingleTurn()}
-    return Rollout(RolloutManager([AgentLoopWorker(loops, "single_turn", Ids(), PROMPT, send)]), scorer)
+    return Rollout(AgentLoopWorker(loops, "single_turn", Ids(), PROMPT, send), scorer)
 
 
 async def run_prompts(rollout: Rollout, prompts: Sequence[Prompt]) -> int:

@@ -1,4 +1,4 @@
-"""Agent loops, their worker and their manager, with the embedded engine behind them."""
+"""Agent loops and the worker that runs them, with the embedded engine behind them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tutelage.queue import BatchRef
 from tutelage.queue.memory import MemoryQueue
 from tutelage.rollout.contract import LOOPS, AgentLoop, LoopContext, PromptTooLong, register, render_prompt
 from tutelage.rollout.loops.single_turn import SingleTurn
-from tutelage.rollout.manager import RolloutManager
 from tutelage.rollout.runner import EpisodeDone, EpisodeTimes, Rollout, RolloutRequest
 from tutelage.rollout.scoring import EpisodeScorer
 from tutelage.rollout.worker import AgentLoopWorker, EpisodeFailure
@@ -76,13 +75,13 @@ def run(work: Callable[[], Awaitable[T]], *engines: TorchEngine, score_every: in
 
 
 def outcomes(
-    asked: Sequence[Prompt], loops: dict[str, AgentLoop] | None = None, samples: int = 1, workers: int = 1
+    asked: Sequence[Prompt], loops: dict[str, AgentLoop] | None = None, samples: int = 1, slots: int = 4
 ) -> list[Episode | EpisodeFailure]:
-    target = engine()
-    manager = RolloutManager([worker(target.generate, loops) for _ in range(workers)])
+    target = engine(slots=slots)
+    runner = worker(target.generate, loops)
 
     async def work() -> list[Episode | EpisodeFailure]:
-        return [outcome async for outcome in manager.stream("train", asked, samples, SAMPLING, seed, as_it_is)]
+        return [outcome async for outcome in runner.stream("train", asked, samples, SAMPLING, seed, as_it_is)]
 
     return run(work, target)
 
@@ -133,7 +132,7 @@ class ThreeTries:
 def test_a_loop_may_yield_several_trajectories_and_all_are_scored() -> None:
     student, teacher, queue = engine(), TorchEngine(tiny.causal_lm(seed=1)), MemoryQueue()
     asked = [replace(prompt, agent_loop="three") for prompt in prompts(2)]
-    manager = RolloutManager([worker(student.generate, {"three": ThreeTries()})])
+    runner = worker(student.generate, {"three": ThreeTries()})
 
     async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
         spans = ((trajectory.prompt_length, len(trajectory.tokens)),)
@@ -145,7 +144,7 @@ def test_a_loop_may_yield_several_trajectories_and_all_are_scored() -> None:
         for prompt in asked:
             await queue.open(GroupKey("train", prompt.uid), 2)
         scorer = EpisodeScorer(queue, (judge,))
-        async for outcome in manager.stream("train", asked, 2, SAMPLING, seed, as_it_is):
+        async for outcome in runner.stream("train", asked, 2, SAMPLING, seed, as_it_is):
             assert isinstance(outcome, Episode)
             assert len(outcome.trajectories) == 3
             await scorer(outcome, 1)
@@ -285,39 +284,21 @@ def test_a_prompt_that_is_too_long_names_row_and_limit() -> None:
 # ── the stream ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_prompts_need_not_divide_evenly_among_workers() -> None:
-    target = engine()
-    served: list[list[tuple[int, int]]] = [[], [], []]
-
-    def sender(number: int) -> Callable[[GenerateRequest], Awaitable[Generation]]:
-        async def send(request: GenerateRequest) -> Generation:
-            served[number].append((request.order[1], request.order[2]))
-            return await target.generate(request)
-
-        return send
-
-    manager = RolloutManager([worker(sender(number)) for number in range(3)])
-
-    async def work() -> list[Episode | EpisodeFailure]:
-        return [outcome async for outcome in manager.stream("train", prompts(7), 2, SAMPLING, seed, as_it_is)]
-
-    found = episodes(run(work, target))
+def test_every_prompt_runs_as_often_as_asked() -> None:
+    found = episodes(outcomes(prompts(7), samples=2))
     assert sorted(e.key for e in found) == [("train", uid, sample, 0) for uid in range(7) for sample in range(2)]
     assert all(e.prompt.uid == e.key.uid for e in found)
     texts = {tuple(e.trajectories[0].tokens.tolist()) for e in found}
     assert len(texts) == 14
-    workers_of = [{n for n in range(3) if any(u == uid for u, _ in served[n])} for uid in range(7)]
-    assert all(len(owners) == 1 for owners in workers_of)  # the samples of a prompt stay together
-    assert sorted(map(len, served)) == [4, 4, 6]
 
 
 def test_nothing_to_do_is_an_empty_stream() -> None:
     assert outcomes([]) == []
 
 
-def test_the_same_seeds_give_the_same_episodes_however_they_are_spread() -> None:
-    def texts(workers: int) -> dict[EpisodeKey, list[int]]:
-        found = episodes(outcomes(prompts(5), samples=2, workers=workers))
+def test_the_same_seeds_give_the_same_episodes_however_many_run_at_once() -> None:
+    def texts(slots: int) -> dict[EpisodeKey, list[int]]:
+        found = episodes(outcomes(prompts(5), samples=2, slots=slots))
         return {e.key: e.trajectories[0].tokens.tolist() for e in found}
 
     assert texts(1) == texts(4)
@@ -339,11 +320,11 @@ def of_lengths(lengths: Sequence[int]) -> list[Prompt]:
 
 def test_episodes_arrive_while_others_are_still_written() -> None:
     target = engine()
-    manager = RolloutManager([worker(target.generate, {"length": LengthByColumn()})])
+    runner = worker(target.generate, {"length": LengthByColumn()})
     written: list[tuple[int, int]] = []
 
     async def work() -> None:
-        async for outcome in manager.stream("train", of_lengths([40, 2, 20, 5]), 1, SAMPLING, seed, as_it_is):
+        async for outcome in runner.stream("train", of_lengths([40, 2, 20, 5]), 1, SAMPLING, seed, as_it_is):
             written.append((outcome.key.uid, target.counts.decode_ticks))
 
     run(work, target)
@@ -355,10 +336,10 @@ def test_episodes_arrive_while_others_are_still_written() -> None:
 
 def test_leaving_the_stream_frees_the_engine() -> None:
     target = engine(slots=2)
-    manager = RolloutManager([worker(target.generate, {"length": LengthByColumn()})])
+    runner = worker(target.generate, {"length": LengthByColumn()})
 
     async def work() -> None:
-        stream = manager.stream("train", of_lengths([2, 500, 500, 500]), 1, SAMPLING, seed, as_it_is)
+        stream = runner.stream("train", of_lengths([2, 500, 500, 500]), 1, SAMPLING, seed, as_it_is)
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
@@ -372,7 +353,7 @@ def test_leaving_the_stream_frees_the_engine() -> None:
 @pytest.mark.parametrize("score_every", [1, 4])
 def test_finished_episodes_are_scored_before_the_last_one_has_ended(score_every: int) -> None:
     student, teacher = engine(slots=3), TorchEngine(tiny.causal_lm(seed=1), batch_tokens=1)
-    manager = RolloutManager([worker(student.generate, {"length": LengthByColumn()})])
+    runner = worker(student.generate, {"length": LengthByColumn()})
     events: list[tuple[str, int]] = []
 
     async def judge(episode: Episode) -> None:
@@ -385,7 +366,7 @@ def test_finished_episodes_are_scored_before_the_last_one_has_ended(score_every:
     async def work() -> list[tuple[str, int]]:
         events.clear()
         async with asyncio.TaskGroup() as scoring:
-            async for outcome in manager.stream("train", of_lengths([60, 2, 9, 15, 4]), 1, SAMPLING, seed, as_it_is):
+            async for outcome in runner.stream("train", of_lengths([60, 2, 9, 15, 4]), 1, SAMPLING, seed, as_it_is):
                 assert isinstance(outcome, Episode)
                 events.append(("ended", outcome.key.uid))
                 scoring.create_task(judge(outcome))
@@ -421,7 +402,7 @@ def test_an_episode_of_other_weights_than_the_steps_is_not_trained_on(
 ) -> None:
     target, queue = engine(), MemoryQueue()
     rollout = Rollout(
-        RolloutManager([worker(target.generate, {"restarted": Restarted()})]),
+        worker(target.generate, {"restarted": Restarted()}),
         lambda want, training: EpisodeScorer(queue, ()),
     )
     asked = [replace(prompt, agent_loop="restarted") for prompt in prompts(1, version=written)]

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from checkpoints import load
 from tutelage.checkpoint.store import (
     Best,
     CheckpointError,
     CheckpointStore,
-    load,
 )
 from tutelage.errors import UserError
 

@@ -13,7 +13,9 @@ KILLS = textwrap.dedent(
     import os, random, shutil, signal, sys, time
     from pathlib import Path
     import torch
-    from tutelage.checkpoint.store import CheckpointStore, load
+    from tutelage.checkpoint.sharded import load_shards
+    from tutelage.checkpoint.store import CheckpointStore
+    from tutelage.learner.ranks import alone
     torch.set_num_threads(1)
     FILES, KEEP = 2, 2
 
@@ -28,7 +30,7 @@ KILLS = textwrap.dedent(
         steps = store.steps()
         assert steps[-1] in newest, (steps, newest)
         for step in steps:
-            loaded = load(store.named(f"step-{step:06d}"))
+            loaded = load_shards(store.named(f"step-{step:06d}"), {}, alone)
             assert loaded.step == step == loaded.state["step"]
             assert len(loaded.tensors) == FILES
             for tensors in loaded.tensors.values():

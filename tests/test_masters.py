@@ -17,11 +17,12 @@ from torch import Tensor, nn
 import tiny
 import tiny_paint
 import tutelage
+from checkpoints import load
 from test_learner import LIMITS, algorithm, make_batch
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
 from tutelage.backends.ray import actors
-from tutelage.checkpoint.store import Checkpoint, CheckpointStore, load
+from tutelage.checkpoint.store import Checkpoint, CheckpointStore
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, Optimizer

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoints import load
 from tutelage.checkpoint.optimizer_state import pack_optimizer, pack_rng, unpack_optimizer, unpack_rng
-from tutelage.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, load
+from tutelage.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 
 
 @pytest.fixture

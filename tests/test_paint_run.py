@@ -21,7 +21,8 @@ import tiny
 import tiny_flow
 import tiny_paint
 import tutelage
-from tutelage.checkpoint.store import CheckpointStore, load
+from checkpoints import load
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.seeds import derive_seed

@@ -20,8 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tiny
 import tutelage
+from checkpoints import load
 from tutelage import loop
-from tutelage.checkpoint.store import CheckpointStore, load
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.modality import text as build
 from tutelage.record.run_directory import RunDirectory

@@ -17,9 +17,10 @@ import torch
 
 import tiny
 import tutelage
+from checkpoints import load
 from tutelage import loop
 from tutelage.assemble import assemble
-from tutelage.checkpoint.store import CheckpointStore, load
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Batch, Episode, Prompt
 from tutelage.errors import UserError

@@ -22,7 +22,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from tutelage.checkpoint.store import CheckpointStore, load
+from checkpoints import load
+from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.schema import Config
 from tutelage.models.attention import NAME
 from tutelage.models.causal_lm import CausalLM

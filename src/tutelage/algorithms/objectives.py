@@ -78,7 +78,6 @@ DIVERGENCES: Mapping[str, Formula] = {
 }
 """Full-distribution divergences that claims refer to; total_variation is Σ|q − p|."""
 
-_EXACT = Claim("", True, "exact at every visited state")
 _SAME = Claim("", False, "the divergence of a state is the same for every token taken there: the mean gradient is ZERO")
 
 

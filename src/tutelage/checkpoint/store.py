@@ -31,9 +31,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tutelage.checkpoint.tensor_file import Seal, TensorFile, crc_of_file, file_name, write_bytes
@@ -59,7 +56,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What `load` returns."""
+    """What a checkpoint holds; see `sharded.load_shards`."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
@@ -270,24 +267,6 @@ class CheckpointStore:
             there = ", ".join(map(name_of, self.steps())) or "none"
             message += f". Nothing is half written; checkpoints there: {there}. {cure} and resume"
             raise CheckpointError(message) from error
-
-
-def load(path: Path, device: str | torch.device = "cpu") -> Checkpoint:
-    """Read a checkpoint after checking every file's size and checksum; one that is damaged or foreign is refused."""
-    path = Path(path)
-    state, problems = _verify(path)
-    tensors: dict[str, dict[str, Tensor]] = {}
-    if state is not None and not problems:
-        for name in state.files:
-            try:
-                tensors[Path(name).stem] = load_file(path / name, device=str(device))
-            except (SafetensorError, OSError) as error:
-                problems.append(f"{path / name}: {error}")
-    if state is None or problems:
-        raise CheckpointError(
-            "\n".join([f"checkpoint {path} cannot be used:", *(f"  {p}" for p in problems), advice(path)])
-        )
-    return Checkpoint(state.step, tensors, state.state)
 
 
 def name_of(step: int) -> str:

@@ -7,7 +7,7 @@ one prompt are a *group*. One trajectory becomes one row of the sample queue.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -162,9 +162,6 @@ class Episode:
     def rewarded(self) -> Trajectory:
         """The trajectory whose reward is the episode's: all rows of the episode carry it, and no other."""
         return self.trajectories[self.reward_from]
-
-    def with_timings(self, timings: Mapping[str, float]) -> Episode:
-        return replace(self, timings=dict(timings))
 
 
 Span = Literal["sequence", "action", "step", "row", "group"]

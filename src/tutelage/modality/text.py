@@ -47,7 +47,6 @@ from tutelage.queue.contract import SampleQueue
 from tutelage.rollout.contract import LOOPS, UNBOUNDED, PromptTooLong, Send, Tokenizer
 from tutelage.rollout.judges import Made, written
 from tutelage.rollout.loops import single_turn  # noqa: F401  # registers the loop
-from tutelage.rollout.manager import RolloutManager
 from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers.client import Renderer, ResidentTeacher, TeacherClient, own_words
 from tutelage.teachers.pool import TeacherPool
@@ -287,7 +286,7 @@ def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -
 # ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def loops(config: RunConfig, tokenizer: Tokenizer | None, send: Send) -> RolloutManager:
+def loops(config: RunConfig, tokenizer: Tokenizer | None, send: Send) -> AgentLoopWorker:
     """Agent loops that send their requests there."""
     if config.modality == "diffusion":
         from tutelage.rollout.loops import diffusion  # noqa: F401  # registers the loop
@@ -297,7 +296,7 @@ def loops(config: RunConfig, tokenizer: Tokenizer | None, send: Send) -> Rollout
         raise UserError(f"rollout.agent_loop: no loop is named {config.rollout.agent_loop!r}; there are {names}")
     limit = config.data.max_prompt_tokens
     context = config.engine.context if isinstance(config, Config) else UNBOUNDED
-    return RolloutManager([AgentLoopWorker(known, config.rollout.agent_loop, tokenizer, limit, send, context)])
+    return AgentLoopWorker(known, config.rollout.agent_loop, tokenizer, limit, send, context)
 
 
 def teacher_client(

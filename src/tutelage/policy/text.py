@@ -23,11 +23,6 @@ def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return torch.log_softmax(tempered(logits, temperature), dim=-1)
 
 
-def token_logp(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """[…] log-probability of the given ids under `log_probs`."""
-    return log_probs(logits, temperature).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
 @dataclass(frozen=True, slots=True)
 class Draw:
     """One token for each row, with its log-prob before truncation and the mass that truncation removed."""

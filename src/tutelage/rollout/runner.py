@@ -14,9 +14,8 @@ from typing import Protocol
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Episode, EpisodeKey, Prompt
 from tutelage.engines.contract import DiffusionSampling, Sampling, Want
-from tutelage.rollout.manager import RolloutManager
 from tutelage.rollout.scoring import EpisodeScorer
-from tutelage.rollout.worker import EpisodeFailure
+from tutelage.rollout.worker import AgentLoopWorker, EpisodeFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Rollouts(Protocol):
 class Rollout:
     """Loops and scoring in this process."""
 
-    manager: RolloutManager
+    worker: AgentLoopWorker
     scorer: Callable[[Want, bool], EpisodeScorer]
     """what judges episodes, for a wish to teachers; True in training"""
 
@@ -97,7 +96,7 @@ class Rollout:
             await scorer(outcome, order.step)
             return EpisodeDone.of(outcome)
 
-        outcomes = self.manager.stream(
+        outcomes = self.worker.stream(
             order.partition, prompts, order.samples, order.sampling, order.seed_of, finish, order.attempt
         )
         async with aclosing(outcomes):

@@ -1,16 +1,21 @@
-"""One worker for all loops and modalities: runs episodes concurrently and turns what goes wrong into a failure."""
+"""Runs the episodes of all loops and modalities concurrently, and turns what goes wrong into a failure."""
 
 from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Prompt, Trajectory
 from tutelage.engines.contract import DiffusionSampling, Sampling
 from tutelage.errors import UserError
 from tutelage.rollout.contract import UNBOUNDED, AgentLoop, LoopContext, Send, Tokenizer
+
+Outcome = TypeVar("Outcome")
+Seed = Callable[[Prompt, int], int]
+"""(prompt, sample) → seed of the episode"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,11 @@ class EpisodeFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class _Raised:
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class AgentLoopWorker:
     """Runs episodes; as many at the same time as it is asked to."""
 
@@ -35,6 +45,39 @@ class AgentLoopWorker:
     send: Send
     context_tokens: int = UNBOUNDED
     """engine.context"""
+
+    async def stream(
+        self,
+        partition: str,
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling | DiffusionSampling,
+        seed: Seed,
+        finish: Callable[[Episode | EpisodeFailure], Awaitable[Outcome]],
+        attempt: int = 0,
+    ) -> AsyncGenerator[Outcome, None]:
+        """Run every prompt `samples` times; `finish` each episode when it ends, while others run, and yield the result.
+        The first error ends them all."""
+        finished: asyncio.Queue[Outcome | _Raised] = asyncio.Queue()
+
+        async def one(prompt: Prompt, sample: int) -> None:
+            key = EpisodeKey(partition, prompt.uid, sample, attempt)
+            try:
+                finished.put_nowait(await finish(await self.run(prompt, key, sampling, seed(prompt, sample))))
+            except Exception as error:
+                finished.put_nowait(_Raised(error))
+
+        tasks = [asyncio.create_task(one(prompt, sample)) for prompt in prompts for sample in range(samples)]
+        try:
+            for _ in tasks:
+                outcome = await finished.get()
+                if isinstance(outcome, _Raised):
+                    raise outcome.error
+                yield outcome
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run(
         self, prompt: Prompt, key: EpisodeKey, sampling: Sampling | DiffusionSampling, seed: int

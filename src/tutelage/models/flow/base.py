@@ -12,14 +12,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tutelage.config.schema import Lora
 from tutelage.models.flow.contract import Batch, Conditioning, Size
 from tutelage.models.sources import ModelError, whole_directory
-from tutelage.models.weights import copy_into, trainable
+from tutelage.models.weights import trainable
 
 Side = Literal["", "negative_"]
 """Prefix of the names in the conditioning: of the prompt, or of the negative prompt."""
@@ -119,16 +117,6 @@ class PipelineModel(ABC):
     def keep_reference(self) -> None:
         """Remember the transformer as it is now, in a copy: for a model all of whose weights learn."""
         self._reference = copy.deepcopy(self.transformer).requires_grad_(False)
-
-    def save_weights(self, path: Path) -> None:
-        save_file({name: weight.detach().contiguous() for name, weight in trainable(self.transformer)}, path)
-
-    def load_weights(self, path: Path) -> None:
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path} is no whole safetensors file: {error}") from error
-        copy_into(self.transformer, tensors)
 
     def save_pipeline(self, directory: Path, keep_adapter: bool = False) -> None:
         """The whole pipeline for diffusers, its adapter merged into the weights; or the adapter alone."""

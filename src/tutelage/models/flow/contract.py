@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -119,9 +118,3 @@ class FlowModel(Protocol):
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside, velocities are those of the model before training."""
-
-    def save_weights(self, path: Path) -> None:
-        """Write the weights that learn, by name."""
-
-    def load_weights(self, path: Path) -> None:
-        """Copy saved weights into those that learn."""
