@@ -7,7 +7,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import ValidationError
@@ -17,10 +17,13 @@ import tiny_paint
 import tutelage
 from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
-from tutelage.config.measures import held_out
+from tutelage.config.measures import MEASURES, Measure, held_out, in_order
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Episode, Prompt
 from tutelage.evaluation.text import Evaluation, Evaluator
+from tutelage.record.measures import change_text, verdict
+from tutelage.record.report import write_report
+from tutelage.record.run_directory import RunDirectory
 from tutelage.rollout.contract import LoopContext, register
 
 PATTERN = {"function": "pattern", "options": {"patterns": "[a-m]"}}
@@ -204,3 +207,14 @@ def test_a_misspelt_reward_is_refused_with_those_that_there_are(root: Path, tmp_
         grpo(root, checkpoint={"best": "reward_leter"})
     with pytest.raises(ValidationError, match=r"no measure is named 'kl'; this recipe has reward"):
         tiny_paint.config(tmp_path, checkpoint={"best": "kl"})
+
+
+def test_a_new_main_metric_is_one_line_in_the_table(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cast("dict[str, Any]", MEASURES), "novelty", Measure("Novelty", "higher", "", "points", "text"))
+    assert held_out(tiny.config(root, checkpoint={"best": "novelty"}))["novelty"] == "higher"
+    assert in_order(["novelty", "unknown", "kl"]) == ["kl", "novelty", "unknown"]
+    assert (change_text("novelty", 0.25, 0.5), verdict("novelty", 0.25, 0.5)) == ("+25.0 points", "better")
+    run = RunDirectory.create(root / "novel", "name: novel\n")
+    run.log_validation(0, {"novelty": 0.25}, [])
+    run.log_validation(2, {"novelty": 0.5}, [])
+    assert "Novelty by step" in write_report(run).read_text()

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -390,6 +391,18 @@ class TestWriters:
         events.Reload()
         assert [(event.step, event.value) for event in events.Scalars("kl")] == [(1, 0.5), (2, 0.25)]
         assert [(event.step, event.value) for event in events.Scalars("grad_norm")] == [(1, 2.0)]
+
+    def test_wandb_keeps_the_best_value_of_held_out_measures(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = Mock()
+        monkeypatch.setitem(sys.modules, "wandb", Mock(init=Mock(return_value=run)))
+        writer = WandbWriter("project", "run", tmp_path, {})
+        defined = {call.args[0]: call.kwargs["summary"] for call in run.define_metric.call_args_list}
+        assert (defined["validation/kl"], defined["validation/reward"]) == ("min", "max")
+        assert "validation/entropy" not in defined
+        writer.log(3, {"kl": 0.5, "loss": math.nan})
+        run.log.assert_called_once_with({"kl": 0.5}, step=3)
 
     def test_a_missing_package_names_its_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)

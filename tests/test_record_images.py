@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
+from tutelage.config.measures import measure
 from tutelage.errors import UserError
 from tutelage.record import EvalSample, RunDirectory, write_report
 from tutelage.record.images import ImageRecord, evenly, grid, png
-from tutelage.record.measures import measure
 
 LINE = 3
 ATTACK = "\"></figure><script>alert(1)</script><img src=x onerror=alert(1)>'&amp;\x1b[31m\ud800"
@@ -346,6 +346,6 @@ class TestReport:
         page = report(run)
         charts = {chart["aria-label"]: json.loads(chart["data-hover"]) for chart in page.of("svg")}
         names = ("reward", "reward_ocr", "accuracy", "loss", "gold_lonely", "reward_min")
-        assert list(charts) == [f"{measure(name).title} by step" for name in names]
+        assert list(charts) == [f"{measure(name).label} by step" for name in names]
         assert charts["Reward by step"][0][2:] == ["step 0", "held-out 0.470", "gold, held-out 0.460"]
         assert "Other metrics (2)" in page.text

@@ -1,9 +1,12 @@
-"""Held-out measures: which ones a recipe has, and whether more or less of each is better. Stated here, read by all."""
+"""The table of metrics: order, label, direction, unit. Report, terminal, evaluation, trackers and `checkpoint.best` all
+read it, so a new main metric is one line in `MEASURES` beside the code that computes it.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -11,19 +14,50 @@ if TYPE_CHECKING:
 
 Better = Literal["lower", "higher", "neither"]
 
-DIRECTIONS: Mapping[str, Better] = {
-    "reward": "higher",
-    "accuracy": "higher",
-    "gold_accuracy": "higher",
-    "kl": "lower",
-    "kl_fixed": "lower",
-    "top1_agreement": "higher",
-    "loss": "lower",
-    "explained_variance": "higher",
-    "entropy": "neither",
-    "length": "neither",
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What is known of one metric."""
+
+    label: str
+    better: Better = "neither"
+    unit: str = ""
+    change: Literal["percent", "points", "difference"] = "difference"
+    """how a change is shown; points: the metric is a share, shown in percent"""
+    held_out: Literal["teachers", "rewards", "text", ""] = ""
+    """evaluations have it where the recipe has teachers (and trains on text) or rewards, or trains on text; "" is where
+    a reward or plugin brings it"""
+
+
+MEASURES: Mapping[str, Measure] = {
+    "reward": Measure("Reward", "higher", held_out="rewards"),
+    "accuracy": Measure("Accuracy", "higher", change="points"),
+    "gold_accuracy": Measure("Accuracy, independent judge", "higher", change="points"),
+    "kl": Measure("KL(student‖teacher)", "lower", "nats/token", "percent", "teachers"),
+    "kl_fixed": Measure("KL(teacher‖student), fixed text", "lower", "nats/token", "percent", "teachers"),
+    "top1_agreement": Measure("Top-1 agreement", "higher", change="points", held_out="teachers"),
+    "loss": Measure("Loss", "lower", change="percent"),
+    "entropy": Measure("Entropy", unit="nats/token", held_out="text"),
+    "length": Measure("Answer length", unit="tokens", held_out="text"),
+    "explained_variance": Measure("Explained variance of the critic", "higher"),
+    "grad_norm": Measure("Gradient norm"),
+    "lr": Measure("Learning rate"),
+    "tokens_per_second": Measure("Throughput", unit="tokens/s"),
+    "pictures_per_second": Measure("Throughput", unit="pictures/s"),
 }
-"""Of measures that have the same name in every recipe. Rewards of a recipe's own: see `held_out`."""
+"""The main metrics, in the order in which they are shown. Any other name is shown too, after these, as a plain number;
+rewards of a recipe's own: see `held_out`."""
+
+
+def measure(name: str) -> Measure:
+    """What is known of the metric of that name."""
+    return MEASURES.get(name, Measure(name))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Main metrics first, the others by name."""
+    known = list(MEASURES)
+    return sorted(set(names), key=lambda name: (known.index(name) if name in MEASURES else len(known), name))
 
 
 def reward_measure(name: str, weight: float) -> str:
@@ -37,12 +71,17 @@ def held_out(config: RunConfig) -> dict[str, Better]:
     More of a reward is better, also of one with weight 0, which only measures; less of one with a negative weight.
     """
     text, rewards = config.modality == "text", config.rewards
-    names = ["kl", "kl_fixed", "top1_agreement"] if text and config.teachers else []
-    found = {name: DIRECTIONS[name] for name in [*names, *(["reward"] if rewards else [])]}
+    found: dict[str, Better] = _evaluated("teachers") if text and config.teachers else {}
+    if rewards:
+        found |= _evaluated("rewards")
     if len(rewards) > 1:
         for name, reward in rewards.items():
             found[reward_measure(name, reward.weight)] = "lower" if reward.weight < 0 else "higher"
-    return {**found, **({"entropy": "neither", "length": "neither"} if text else {})}
+    return found | (_evaluated("text") if text else {})
+
+
+def _evaluated(where: str) -> dict[str, Better]:
+    return {name: known.better for name, known in MEASURES.items() if known.held_out == where}
 
 
 def best_measure(config: RunConfig) -> str | None:

@@ -18,12 +18,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from tutelage.config.measures import in_order, measure
 from tutelage.record.measures import (
     PHASE,
     change_text,
     duration,
-    in_order,
-    measure,
     number,
     phases,
     printable,
@@ -195,7 +194,7 @@ def final_table(
 
 def _comparison(name: str, before: float | None, after: float | None) -> tuple[Text, Text, Text, Text]:
     shown = measure(name)
-    label = Text.assemble(shown.title, (f"  {shown.unit}" if shown.unit else "", "dim"))
+    label = Text.assemble(shown.label, (f"  {shown.unit}" if shown.unit else "", "dim"))
     old = Text("–" if before is None else value_text(name, before))
     new = Text("–" if after is None else value_text(name, after))
     if before is None or after is None:

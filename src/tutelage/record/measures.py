@@ -1,64 +1,17 @@
-"""How metrics are named, written and compared, in the terminal and in the report alike.
-
-Names that the record knows: kl, kl_fixed, loss, top1_agreement, entropy, length, grad_norm, lr, tokens_per_second, and
-seconds/<phase> for the time of a phase of a step. Any other name is shown too, as a plain number.
+"""How values and changes of metrics are written, in the terminal and in the report alike. `config.measures` says what
+each metric is; `seconds/<phase>` is the time of a phase of a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Literal
 
-from tutelage.config.measures import DIRECTIONS, Better
+from tutelage.config.measures import measure
 
 PHASE = "seconds/"
 """prefix of phase times"""
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """How one metric is shown."""
-
-    title: str
-    unit: str = ""
-    change: Literal["percent", "points", "difference"] = "difference"
-    """points: the metric is a share, shown in percent"""
-
-
-_KNOWN = {
-    "reward": Measure("Reward"),
-    "accuracy": Measure("Accuracy", "", "points"),
-    "gold_accuracy": Measure("Accuracy, independent judge", "", "points"),
-    "kl": Measure("KL(student‖teacher)", "nats/token", "percent"),
-    "kl_fixed": Measure("KL(teacher‖student), fixed text", "nats/token", "percent"),
-    "top1_agreement": Measure("Top-1 agreement", "", "points"),
-    "loss": Measure("Loss", "", "percent"),
-    "entropy": Measure("Entropy", "nats/token"),
-    "length": Measure("Answer length", "tokens"),
-    "explained_variance": Measure("Explained variance of the critic"),
-    "grad_norm": Measure("Gradient norm"),
-    "lr": Measure("Learning rate"),
-    "tokens_per_second": Measure("Throughput", "tokens/s"),
-    "pictures_per_second": Measure("Throughput", "pictures/s"),
-}
-
-
-def measure(name: str) -> Measure:
-    """How to show the metric of that name."""
-    return _KNOWN.get(name, Measure(name))
-
-
-def better(name: str) -> Better:
-    """Which way the metric should go; a recipe's own rewards are not judged here."""
-    return DIRECTIONS.get(name, "neither")
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Well-known metrics first, the others by name."""
-    known = list(_KNOWN)
-    return sorted(set(names), key=lambda name: (known.index(name) if name in _KNOWN else len(known), name))
 
 
 def number(value: float) -> str:
@@ -111,7 +64,7 @@ def _signed(value: float, form: str | None) -> str:
 
 def verdict(name: str, before: float, after: float) -> Literal["better", "worse", "same"]:
     """Whether the metric went where it should."""
-    wanted = better(name)
+    wanted = measure(name).better
     if wanted == "neither" or before == after or not (math.isfinite(before) and math.isfinite(after)):
         return "same"
     return "better" if (after < before) == (wanted == "lower") else "worse"

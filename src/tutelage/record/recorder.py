@@ -22,7 +22,7 @@ from tutelage.record.images import ImageRecord
 from tutelage.record.report import write_report
 from tutelage.record.run_directory import EvalSample, RolloutRow, RunDirectory
 from tutelage.record.timeline import Interval
-from tutelage.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
+from tutelage.record.writers import HELD_OUT, MetricWriter, TensorBoardWriter, WandbWriter
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Recorder:
         """Write the measures of an evaluation and the answers that they were taken on."""
         self.directory.log_validation(step, metrics, samples)
         for writer in self.writers:
-            writer.log(step, {f"validation/{name}": value for name, value in metrics.items()})
+            writer.log(step, {HELD_OUT + name: value for name, value in metrics.items()})
         said = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.note(f"held-out at step {step}: {said}")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tutelage.config.measures import MEASURES, in_order, measure
 from tutelage.record.answers import answers_section
 from tutelage.record.chart import COLOURS, Series, line_chart, stacked_chart
 from tutelage.record.files import write_atomic
@@ -25,8 +26,6 @@ from tutelage.record.measures import (
     PHASE,
     change_text,
     duration,
-    in_order,
-    measure,
     printable,
     value_text,
     verdict,
@@ -34,21 +33,6 @@ from tutelage.record.measures import (
 from tutelage.record.run_directory import Measured, RunDirectory
 from tutelage.record.timeline import lanes_chart, overlaps
 
-_MAIN = (
-    "reward",
-    "accuracy",
-    "gold_accuracy",
-    "kl",
-    "kl_fixed",
-    "top1_agreement",
-    "loss",
-    "entropy",
-    "length",
-    "explained_variance",
-    "grad_norm",
-    "lr",
-    "tokens_per_second",
-)
 _GOLD = "gold_"
 """prefix of a measure that is never trained on; it is drawn beside the one that it checks"""
 _MOST_GRIDS = 12
@@ -151,7 +135,7 @@ def _card(name: str, before: float | None, after: float | None) -> str:
         change = f'<span class="change {kind}">{escape(change_text(name, before, after))}</span>'
     unit = f'<span class="unit">{escape(shown.unit)}</span>' if shown.unit else ""
     return (
-        f'<div class="card"><div class="name">{escape(printable(shown.title))}</div>'
+        f'<div class="card"><div class="name">{escape(printable(shown.label))}</div>'
         f'<div class="now">{was}{now}</div><div>{change} {unit}</div></div>'
     )
 
@@ -159,7 +143,7 @@ def _card(name: str, before: float | None, after: float | None) -> str:
 def _curves(metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
     names = in_order(name for one in (*metrics, *validations) for name in one.metrics)
     alone = [name for name in names if not (name.startswith(_GOLD) and name.removeprefix(_GOLD) in names)]
-    main = sorted((name for name in alone if _rank(name) < len(_MAIN)), key=_rank)
+    main = sorted((name for name in alone if _rank(name) < len(MEASURES)), key=_rank)
     rest = [name for name in alone if name not in main and not name.startswith(PHASE)]
     figures = [_figure(name, metrics, validations) for name in main]
     figures.append(_phase_figure(metrics, [name for name in names if name.startswith(PHASE)]))
@@ -177,7 +161,7 @@ def _rank(name: str) -> int:
     the smallest and largest reward of a step say less."""
     if name.startswith("reward_") and name not in ("reward_min", "reward_max"):
         name = "reward"
-    return _MAIN.index(name) if name in _MAIN else len(_MAIN)
+    return list(MEASURES).index(name) if name in MEASURES else len(MEASURES)
 
 
 def _figure(name: str, metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
@@ -190,8 +174,8 @@ def _figure(name: str, metrics: Sequence[Measured], validations: Sequence[Measur
         Series("gold, held-out", _points(validations, _GOLD + name), "marks", colour=3),
     )
     series = [one for one in recorded if one.points]
-    chart = line_chart(f"{shown.title} by step", series, percent=shown.change == "points")
-    return _framed(shown.title, shown.unit, [] if series == [recorded[0]] else series, chart)
+    chart = line_chart(f"{shown.label} by step", series, percent=shown.change == "points")
+    return _framed(shown.label, shown.unit, [] if series == [recorded[0]] else series, chart)
 
 
 def _phase_figure(metrics: Sequence[Measured], names: Sequence[str]) -> str:

@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tutelage.config.measures import MEASURES, Measure
 from tutelage.errors import missing_extra
 from tutelage.record.files import write_atomic
+
+HELD_OUT = "validation/"
+"""prefix of the measures of evaluations"""
 
 
 class MetricWriter(Protocol):
@@ -23,12 +27,14 @@ class MetricWriter(Protocol):
 
 
 class TensorBoardWriter:
-    """Event files in a directory, for `tensorboard --logdir`."""
+    """Event files in a directory, for `tensorboard --logdir`. Main metrics have a chart each under Custom Scalars."""
 
     def __init__(self, directory: Path | str, *, purge_step: int | None = None) -> None:
         """`purge_step`: a resumed run's first new step; what the killed run wrote from there on is then hidden."""
         module = _import("torch.utils.tensorboard", needs="tensorboard", writer="tensorboard")
         self._writer = module.SummaryWriter(log_dir=str(directory), purge_step=purge_step)
+        charts = {_titled(known): ["Multiline", [name, HELD_OUT + name]] for name, known in MEASURES.items()}
+        self._writer.add_custom_scalars({"Main metrics": charts})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -40,7 +46,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run."""
+    """A Weights & Biases run. Its summary has the best value of each held-out measure."""
 
     def __init__(self, project: str, name: str, directory: Path | str, config: Mapping[str, Any]) -> None:
         """The run's id is kept in `directory`, so that a resumed run goes on in the same one."""
@@ -53,12 +59,19 @@ class WandbWriter:
             config=dict(config),
             resume="allow",
         )
+        for name, known in MEASURES.items():
+            if known.better != "neither":
+                self._run.define_metric(HELD_OUT + name, summary="min" if known.better == "lower" else "max")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _titled(known: Measure) -> str:
+    return f"{known.label} ({known.unit})" if known.unit else known.label
 
 
 def _kept_id(path: Path) -> str:
