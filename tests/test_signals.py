@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,11 +19,12 @@ from tutelage.algorithms.distill import SupervisedLoss
 from tutelage.algorithms.objectives import OBJECTIVES, register_objective
 from tutelage.algorithms.policy import ClippedLoss
 from tutelage.cli import main
-from tutelage.config import algorithms, schema
 from tutelage.config.load import ConfigError, load
-from tutelage.config.schema import Config
+from tutelage.config.objectives import OBJECTIVES as KNOWN
+from tutelage.config.objectives import PAYLOADS, SERVES
+from tutelage.config.schema import Config, Distill
 from tutelage.config.show import show
-from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Message, Prompt, Trajectory
 from tutelage.errors import UserError
 from tutelage.isolation.contract import Isolation
 from tutelage.learner.schedule import schedule
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 RIGHT = {"right": {"function": "exact_match"}}
 TEACHERS = {"main": {"path": "big"}}
 BASE = ("tokens", "mask", "behaviour_logp")
+SAMPLED = ("k1", "k2", "k3", "abs", "mse", "low_var_kl")
 
 
 def settings(algorithm: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def admitted() -> list[dict[str, Any]]:
     """Every combination that the schema takes."""
     payloads = ("auto", "full", "top_k", "student_top_k", "union", "sampled")
     found = []
-    for objective, payload, form in product(schema.OBJECTIVES, payloads, ("supervised", "policy_gradient")):
+    for objective, payload, form in product(KNOWN, payloads, ("supervised", "policy_gradient")):
         chosen = {"objective": objective, "payload": payload, "form": form, "top_k": 7}
         try:
             config(chosen)
@@ -99,7 +101,7 @@ def admitted() -> list[dict[str, Any]]:
 
 def test_every_objective_that_the_schema_takes_is_built() -> None:
     choices = admitted()
-    assert {choice["objective"] for choice in choices} == set(schema.OBJECTIVES)
+    assert {choice["objective"] for choice in choices} == set(KNOWN)
     assert len({choice["payload"] for choice in choices}) == 6
     for choice in choices:
         made = build_algorithm(config(choice))
@@ -110,8 +112,15 @@ def test_every_objective_that_the_schema_takes_is_built() -> None:
 
 
 def test_the_schema_and_the_registry_name_the_same_objectives() -> None:
-    assert set(schema.OBJECTIVES) <= set(OBJECTIVES)
-    assert {name for name in schema.OBJECTIVES if OBJECTIVES[name].sees == "token"} == set(algorithms.SAMPLED)
+    assert set(KNOWN) <= set(OBJECTIVES)
+    assert {name: OBJECTIVES[name].sees for name in KNOWN} == {name: known.sees for name, known in KNOWN.items()}
+    assert {name for name in KNOWN if OBJECTIVES[name].sees == "token"} == set(SAMPLED)
+
+
+def test_the_schema_takes_every_payload_that_serves_an_objective() -> None:
+    taken = set(get_args(Distill.model_fields["payload"].annotation))
+    assert taken == {"auto", *(payload for served in SERVES.values() for payload in served)}
+    assert all(set(payload.columns) <= COLUMNS.keys() for payload in PAYLOADS.values())
 
 
 def test_distillation_with_task_rewards_has_two_losses() -> None:

@@ -12,6 +12,7 @@ from tutelage.backends.inline import InlineBackend
 from tutelage.backends.process import enter
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.config.diffusion import DiffusionConfig
+from tutelage.config.objectives import PAYLOADS
 from tutelage.config.schema import Config, RunConfig, TextSampling
 from tutelage.data.notes import Progress, Report, silent, unseen
 from tutelage.data.prompts import Prompts, PromptSet, PromptStream
@@ -34,6 +35,7 @@ from tutelage.rewards.processes.pool import RewardPool
 from tutelage.rollout.judges import Judges, painted, reward_pool
 from tutelage.rollout.runner import Rollout, RolloutRequest, Rollouts
 from tutelage.routing.router import Router
+from tutelage.teachers import payload
 from tutelage.teachers.client import TeacherClient
 from tutelage.teachers.pool import TeacherPool
 
@@ -56,7 +58,7 @@ class Parts:
     def sampling(self, settings: TextSampling, *, training: bool = False) -> Sampling:
         """How text is drawn."""
         assert self.tokenizer is not None
-        wants_own = training and self.algorithm.payload in ("student_top_k", "union")
+        wants_own = training and PAYLOADS[self.algorithm.payload].given
         return Sampling(
             top_ids=self.algorithm.top_k if wants_own else 0,
             temperature=settings.temperature,
@@ -74,18 +76,13 @@ class Parts:
         return RolloutRequest("train", self.config.rollout.samples, sampling, want, self.config.seed, step, version)
 
     def _asked(self, step: int) -> tuple[Sampling | DiffusionSampling, Want]:
-        config, payload = self.config, self.algorithm.payload
+        config = self.config
         if isinstance(config, DiffusionConfig):
             from tutelage.modality import diffusion as build_flow
 
             return build_flow.training_painting(config, self.algorithm, step), build_flow.want(self.algorithm)
         assert isinstance(config, Config)
-        want = Want(
-            sampled=payload not in ("full", "none"),
-            top_k=self.algorithm.top_k if payload in ("top_k", "union") else 0,
-            given=payload in ("student_top_k", "union"),
-            hidden=payload == "full",
-        )
+        want = payload.want(self.algorithm.payload, self.algorithm.top_k)
         return self.sampling(config.rollout, training=True), want
 
 

@@ -23,6 +23,7 @@ from tutelage.checkpoint.optimizer_state import pack_rng, unpack_rng
 from tutelage.checkpoint.store import Best, CheckpointStore
 from tutelage.config.load import dump
 from tutelage.config.measures import best_measure, held_out
+from tutelage.config.objectives import OBJECTIVES
 from tutelage.config.resume import load_resumed
 from tutelage.config.schema import Distill, Grpo, RunConfig
 from tutelage.data.ragged import Ragged
@@ -228,7 +229,8 @@ async def _record(
     metrics |= {"replaced_groups": float(run.replaced)}
     metrics |= {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
     chosen = config.algorithm
-    if "divergence" in metrics and isinstance(chosen, Distill) and chosen.objective in ("reverse_kl", "k1", "k3"):
+    known = OBJECTIVES.get(chosen.objective) if isinstance(chosen, Distill) else None
+    if "divergence" in metrics and known is not None and known.estimates_kl:
         metrics["kl"] = metrics["divergence"]
     recorder.note(notes.reference_gap(metrics))
     teacher_of = parts.teachers.route if parts.teachers.teachers else lambda prompt: None

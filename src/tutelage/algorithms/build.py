@@ -13,6 +13,7 @@ from tutelage.algorithms.objectives import OBJECTIVES, Settings
 from tutelage.algorithms.policy import PolicySettings
 from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
 from tutelage.config.diffusion import DiffusionConfig, FlowDistill, FlowGrpo
+from tutelage.config.objectives import SERVES
 from tutelage.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement, RunConfig
 from tutelage.errors import UserError
 
@@ -111,8 +112,7 @@ def _check_objective(chosen: Distill) -> None:
             + (f"; did you mean {near[0]}?" if near else f"; there are {', '.join(OBJECTIVES)}")
         )
     sees = OBJECTIVES[chosen.objective].sees
-    fits = {"token": ("auto", "sampled"), "top_k": ("auto", "top_k")}.get(sees)
-    if (fits is not None and chosen.payload not in fits) or (sees == "distribution" and chosen.payload == "sampled"):
+    if chosen.payload not in ("auto", *SERVES[sees]):
         raise UserError(f"algorithm.payload: {chosen.payload} does not serve {chosen.objective}, which sees the {sees}")
     if sees != "token" and chosen.form == "policy_gradient":
         raise UserError(f"algorithm.form: {chosen.objective} sees the {sees}, policy_gradient needs the token")

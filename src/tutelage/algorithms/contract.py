@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tutelage.config.objectives import PayloadName
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch
 from tutelage.losses.contract import Loss
 
-Payload = Literal["none", "sampled", "top_k", "student_top_k", "union", "full", "step_mean"]
 Derived = Literal["old_logp", "values"]
 
 
@@ -90,7 +90,7 @@ class Algorithm:
     name: str
     needs: tuple[str, ...]
     """columns that a row must have before its group is complete"""
-    payload: Payload
+    payload: PayloadName
     """what teachers are asked for"""
     losses: tuple[Loss, ...]
     note: str

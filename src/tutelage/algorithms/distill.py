@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutelage.algorithms.advantages import return_to_go, whiten
-from tutelage.algorithms.contract import Algorithm, Episodes, Payload, Signal, TeacherHead
+from tutelage.algorithms.contract import Algorithm, Episodes, Signal, TeacherHead
 from tutelage.algorithms.objectives import OBJECTIVES, Form, Objective, Settings
 from tutelage.algorithms.policy import (
     ClippedLoss,
@@ -21,28 +21,12 @@ from tutelage.algorithms.policy import (
     task_signal,
     token_weight,
 )
+from tutelage.config.objectives import PAYLOADS, SERVES, PayloadName
 from tutelage.data.trajectory import Batch
 from tutelage.losses import distillation, fused
 from tutelage.losses.contract import Loss, LossSum, ModelOut
 
 BASE = ("tokens", "mask", "behaviour_logp")
-COLUMNS: Mapping[Payload, tuple[str, ...]] = {
-    "sampled": ("teacher_logp",),
-    "top_k": ("teacher_topk_ids", "teacher_topk_logp", "teacher_logp"),
-    "student_top_k": ("student_topk_ids", "teacher_given_logp", "teacher_logp"),
-    "union": (
-        "teacher_topk_ids",
-        "teacher_topk_logp",
-        "student_topk_ids",
-        "teacher_given_logp",
-        "teacher_logp",
-    ),
-    "full": ("teacher_hidden", "teacher_index"),
-    "none": (),
-}
-"""What each payload brings with it."""
-BUCKETED: tuple[Payload, ...] = ("top_k", "student_top_k", "union")
-
 Judged = tuple[Tensor, dict[str, Tensor]]
 """[actions] with gradient, and detached columns for the record"""
 
@@ -52,7 +36,7 @@ class Divergence:
     """D(student, teacher) per action, from whichever payload the teacher sent."""
 
     objective: Objective
-    payload: Payload
+    payload: PayloadName
     heads: Sequence[TeacherHead]
     settings: Settings = field(default_factory=Settings)
 
@@ -119,7 +103,7 @@ class Divergence:
         return low.any(-1).float()
 
 
-def named_by(payload: Payload, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+def named_by(payload: PayloadName, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
     """The ids [actions, k] of a bucketed payload, the teacher's log-probs of them, and which ids are named twice."""
     if payload == "top_k":
         return columns["teacher_topk_ids"], columns["teacher_topk_logp"], None
@@ -200,11 +184,11 @@ class DivergenceAsReward:
         return Signal(columns={"divergence": divergence, "distill_advantage": advantage})
 
 
-def choose_payload(objective: Objective, payload: str) -> Payload:
+def choose_payload(objective: Objective, payload: str) -> PayloadName:
     """The payload that serves an objective when the user named none."""
     if payload != "auto":
         return payload  # type: ignore[return-value]  # the schema has checked it
-    return {"token": "sampled", "top_k": "top_k", "distribution": "full"}[objective.sees]  # type: ignore[return-value]
+    return SERVES[objective.sees][0]
 
 
 def distill(
@@ -239,7 +223,7 @@ def distill(
         over_rows = task_signal(policy)
     return Algorithm(
         name="distill",
-        needs=(*BASE, *COLUMNS[chosen], *(("reward",) if task_weight > 0 else ())),
+        needs=(*BASE, *PAYLOADS[chosen].columns, *(("reward",) if task_weight > 0 else ())),
         payload=chosen,
         losses=tuple(losses),
         note=f"{objective} ({form}), payload {chosen}: {exactness(chosen_objective, chosen, form, discount)}"
@@ -247,7 +231,7 @@ def distill(
         + (_later_updates(chosen, policy) if form == "supervised" else later_updates(policy))
         + (f"; plus task rewards, weight {task_weight:g}" if task_weight > 0 else "")
         + (later_updates(policy) if form == "supervised" and task_weight > 0 else ""),
-        top_k=top_k if chosen in BUCKETED else 0,
+        top_k=top_k if PAYLOADS[chosen].bucketed else 0,
         derives=("old_logp",) if policy.needs_old_logp and (task_weight > 0 or form != "supervised") else (),
         over_rows=over_rows,
         over_columns=over_columns,
@@ -255,7 +239,7 @@ def distill(
     )
 
 
-def _later_updates(payload: Payload, policy: PolicySettings) -> str:
+def _later_updates(payload: PayloadName, policy: PolicySettings) -> str:
     """What is said of a divergence that is differentiated more than once in a batch."""
     if not policy.several_updates or payload != "sampled":
         return ""
@@ -269,13 +253,12 @@ def _raised_floor(settings: Settings) -> str:
     return f"; teacher log-probs below {settings.floor:g} count as {settings.floor:g} (algorithm.log_prob_floor)"
 
 
-def exactness(objective: Objective, payload: Payload, form: Form, discount: int) -> str:
+def exactness(objective: Objective, payload: PayloadName, form: Form, discount: int) -> str:
     """Whether what is computed is what is named, for the run's first line."""
     claim = objective.claim(form)
     if form == "policy_gradient":
         reach = "whole sequences" if discount else "per token, its effect on later states is not counted"
         return f"{claim.note} ({reach})"
-    if payload in BUCKETED and objective.sees == "distribution":
-        whose = {"top_k": "the teacher's", "student_top_k": "the student's", "union": "either's"}[payload]
-        return f"a lower bound: all tokens outside {whose} top k count as one"
+    if PAYLOADS[payload].bucketed and objective.sees == "distribution":
+        return f"a lower bound: all tokens outside {PAYLOADS[payload].whose} top k count as one"
     return claim.note

@@ -16,9 +16,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from tutelage.config.objectives import OBJECTIVES as KNOWN
+from tutelage.config.objectives import Sees
 from tutelage.losses import distillation, fused
 
-Sees = Literal["distribution", "token", "top_k"]
 Form = Literal["supervised", "policy_gradient"]
 
 
@@ -55,7 +56,6 @@ class Objective:
 
     name: str
     sees: Sees
-    """distribution: log-probs of all outcomes; token: of the sampled token; top_k: of the teacher's k tokens alone"""
     formula: Formula
     supervised: Claim
     policy_gradient: Claim
@@ -103,13 +103,14 @@ def _unknown() -> Claim:
 
 def _distribution(name: str, rule: Callable[[Settings], fused.Rule]) -> None:
     claim = Claim(name, True, "exact at every visited state")
-    OBJECTIVES[name] = Objective(name, "distribution", DIVERGENCES[name], claim, _SAME, rule)
+    OBJECTIVES[name] = Objective(name, KNOWN[name].sees, DIVERGENCES[name], claim, _SAME, rule)
 
 
 def _token(
     name: str, formula: Callable[[Tensor, Tensor, float], Tensor], supervised: Claim, policy_gradient: Claim
 ) -> None:
-    OBJECTIVES[name] = Objective(name, "token", lambda q, p, s: formula(q, p, s.floor), supervised, policy_gradient)
+    sees = KNOWN[name].sees
+    OBJECTIVES[name] = Objective(name, sees, lambda q, p, s: formula(q, p, s.floor), supervised, policy_gradient)
 
 
 _distribution("reverse_kl", lambda settings: fused.reverse_kl)
@@ -146,7 +147,7 @@ _token(
 )
 OBJECTIVES["forward_kl_topk"] = Objective(
     "forward_kl_topk",
-    "top_k",
+    KNOWN["forward_kl_topk"].sees,
     lambda q, p, s: distillation.forward_kl_topk(q, p),
     Claim(
         "forward_kl",

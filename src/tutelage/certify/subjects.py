@@ -14,12 +14,13 @@ from pydantic import ValidationError
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, TeacherHead
-from tutelage.algorithms.distill import BUCKETED
 from tutelage.algorithms.objectives import OBJECTIVES, Claim, Objective, Settings
 from tutelage.certify import textbook
 from tutelage.certify.textbook import PerAction, Scalar
 from tutelage.certify.toy import TEMPERATURE
 from tutelage.config import schema
+from tutelage.config.objectives import OBJECTIVES as KNOWN
+from tutelage.config.objectives import PAYLOADS, PayloadName
 from tutelage.errors import UserError
 from tutelage.learner.schedule import Schedule, schedule
 
@@ -88,7 +89,7 @@ def subjects(names: Collection[str] | None = None) -> tuple[list[Subject], dict[
 
     found: list[Subject] = []
     missing: dict[str, str] = {}
-    for name in names if names is not None else dict.fromkeys((*schema.OBJECTIVES, *OBJECTIVES)):
+    for name in names if names is not None else dict.fromkeys((*KNOWN, *OBJECTIVES)):
         if name not in OBJECTIVES:
             missing[name] = "the schema lets recipes name it, but no such objective is registered"
             continue
@@ -167,7 +168,7 @@ def _has_formula(objective: Objective, name: str) -> bool:
     return name in textbook.DIVERGENCES or name == objective.name
 
 
-def _combinations() -> Iterator[tuple[str, str, int]]:
+def _combinations() -> Iterator[tuple[PayloadName, str, int]]:
     for payload in choices(schema.Distill, "payload"):
         for form in choices(schema.Distill, "form"):
             for discount in choices(schema.Distill, "discount") if form == "policy_gradient" else (0,):
@@ -175,7 +176,7 @@ def _combinations() -> Iterator[tuple[str, str, int]]:
                     yield payload, form, discount
 
 
-def _subject(objective: Objective, payload: str, form: str, discount: int) -> Subject:
+def _subject(objective: Objective, payload: PayloadName, form: str, discount: int) -> Subject:
     words: dict[str, Any] = {"objective": objective.name, "payload": payload, "form": form, "discount": discount}
     try:
         schema.Distill(**words)
@@ -190,9 +191,9 @@ def _subject(objective: Objective, payload: str, form: str, discount: int) -> Su
     return _policy_gradient(objective, payload, discount, build)
 
 
-def _supervised(objective: Objective, payload: str, build: Build) -> Subject:
+def _supervised(objective: Objective, payload: PayloadName, build: Build) -> Subject:
     claim = objective.supervised
-    bucketed = payload in BUCKETED and objective.sees == "distribution"
+    bucketed = PAYLOADS[payload].bucketed and objective.sees == "distribution"
     known = claim.divergence in textbook.DIVERGENCES
     own = _at_states(claim.divergence, payload if bucketed else "full")
     return Subject(
@@ -227,7 +228,7 @@ def _policy_gradient(objective: Objective, payload: str, discount: int, build: B
         aim=aims[discount],
         other=aims[1 - discount],
         agrees="teacher",
-        claimed=bool(claim.divergence) or claim.exact or objective.name in schema.OBJECTIVES,
+        claimed=bool(claim.divergence) or claim.exact or objective.name in KNOWN,
     )
 
 

@@ -7,23 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from tutelage.config.base import ReadWhen, Section
+from tutelage.config.objectives import OBJECTIVES, PAYLOADS, SERVES
 
-OBJECTIVES = (
-    "reverse_kl",
-    "forward_kl",
-    "jsd",
-    "skewed_kl",
-    "k1",
-    "k2",
-    "k3",
-    "abs",
-    "mse",
-    "low_var_kl",
-    "forward_kl_topk",
-)
-"""Objectives that come with the package; plugins add others."""
-SAMPLED = ("k1", "k2", "k3", "abs", "mse", "low_var_kl")
-"""Those that look at the sampled token only."""
 _policy_gradient = ReadWhen({"algorithm.form": ("policy_gradient",)})
 
 
@@ -105,7 +90,10 @@ class Distill(Policy):
 
     @property
     def bucketed(self) -> bool:
-        return self.payload in ("top_k", "student_top_k", "union") or self.objective == "forward_kl_topk"
+        if self.payload != "auto":
+            return PAYLOADS[self.payload].bucketed
+        known = OBJECTIVES.get(self.objective)
+        return known is not None and PAYLOADS[SERVES[known.sees][0]].bucketed
 
     @model_validator(mode="after")
     def _fits(self) -> Distill:
@@ -118,18 +106,19 @@ class Distill(Policy):
             )
         if self.objective not in OBJECTIVES:
             return self  # a plugin's: checked when it is loaded
-        sampled = self.objective in SAMPLED
+        sees = OBJECTIVES[self.objective].sees
+        sampled, fits = sees == "token", self.payload in ("auto", *SERVES[sees])
         if not sampled and self.form == "policy_gradient":
             raise ValueError(
                 f"{self.objective} is the same for every token that could have been drawn, so as an advantage it has "
                 "no gradient in expectation: use form: supervised, or k1, k2 or k3"
             )
-        if sampled and self.payload not in ("auto", "sampled"):
+        if sampled and not fits:
             raise ValueError(f"objective {self.objective} looks at the sampled token only: payload auto or sampled")
-        if not sampled and self.payload == "sampled":
+        if not fits and self.payload == "sampled":
             raise ValueError(f"objective {self.objective} needs more than the sampled token: payload full or top_k")
-        if self.objective == "forward_kl_topk" and self.payload not in ("auto", "top_k"):
-            raise ValueError("objective forward_kl_topk looks at the teacher's top k: payload auto or top_k")
+        if not fits:
+            raise ValueError(f"objective {self.objective} looks at the teacher's top k: payload auto or top_k")
         return self
 
 

@@ -13,7 +13,6 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from tutelage.config.algorithms import (
     ALGORITHMS,
-    OBJECTIVES,
     AnyAlgorithm,
     Distill,
     Grpo,
@@ -24,11 +23,11 @@ from tutelage.config.algorithms import (
 )
 from tutelage.config.base import ON_RAY, Rare, ReadWhen, Section
 from tutelage.config.measures import best_mistake
+from tutelage.config.objectives import OBJECTIVES
 from tutelage.config.pools import fill_pools, pool_mistakes
 
 __all__ = [
     "ALGORITHMS",
-    "OBJECTIVES",
     "Config",
     "Data",
     "Distill",

@@ -20,6 +20,7 @@ from torch import Tensor
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, Episodes, Signal
 from tutelage.backends.placement import Node
+from tutelage.config.objectives import PAYLOADS
 from tutelage.config.plugins import load_plugin
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import Config, Model, Ppo, Reinforcement
@@ -193,15 +194,7 @@ def _scoring(config: Config, algorithm: Algorithm) -> Iterator[Stage]:
     if "reward" in algorithm.needs:
         named = ", ".join(f"{name} ({r.function}, weight {r.weight:g})" for name, r in config.rewards.items())
         yield Stage("rewards", f"{named}, in processes of their own")
-    k = algorithm.top_k
-    sent = {
-        "none": "nothing",
-        "sampled": "the log-prob of the sampled token",
-        "top_k": f"its {k} likeliest tokens",
-        "student_top_k": f"the log-probs of the student's {k} likeliest tokens",
-        "union": f"its {k} likeliest tokens and the log-probs of the student's {k}",
-        "full": "final hidden states, which stand for the full distribution",
-    }[algorithm.payload]
+    sent = PAYLOADS[algorithm.payload].means.format(k=algorithm.top_k)
     judged = [name for name in algorithm.needs if COLUMNS[name].producer == "teachers" and name != "reference_logp"]
     for name in config.teachers:
         yield Stage(f"teacher {name}", f"payload {algorithm.payload}: {sent} ({', '.join(judged)})")

@@ -1,0 +1,18 @@
+"""What a payload asks of a teacher. The table of payloads is `config.objectives.PAYLOADS`."""
+
+from __future__ import annotations
+
+from tutelage.config.objectives import PAYLOADS, PayloadName
+from tutelage.engines.contract import Want
+
+
+def want(payload: PayloadName, top_k: int) -> Want:
+    """What to ask for at every action, so that the columns of this payload arrive."""
+    known = PAYLOADS[payload]
+    return Want(
+        sampled=known.sampled,
+        top_k=top_k if known.top_k else 0,
+        given=known.given,
+        hidden=known.hidden,
+        step_mean=known.step_mean,
+    )
