@@ -209,7 +209,7 @@ def _work(number: int, jobs: multiprocessing.SimpleQueue, results: multiprocessi
 def run(drawn: Sequence[Mutant], tests: Tests, workers: int) -> list[Outcome]:
     context = multiprocessing.get_context("spawn")
     jobs, results = context.SimpleQueue(), context.SimpleQueue()
-    processes = [context.Process(target=_work, args=(n, jobs, results, tests)) for n in range(workers)]
+    processes = [context.Process(target=_work, args=(n, jobs, results, tests), daemon=True) for n in range(workers)]
     for process in processes:
         process.start()
     for mutant in drawn:

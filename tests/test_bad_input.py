@@ -20,7 +20,7 @@ from tutelage.checkpoint import store as checkpoint
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.errors import UserError
-from tutelage.modality.text import shared_vocabulary
+from tutelage.modality.text_models import shared_vocabulary
 from tutelage.models.tokenizers import SafeTokenizer
 
 

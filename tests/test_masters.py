@@ -32,7 +32,8 @@ from tutelage.learner.schedule import Schedule
 from tutelage.learner.step import Learner, Trainable
 from tutelage.learner.update import accumulate, update
 from tutelage.loop import open_run
-from tutelage.modality import text as build
+from tutelage.modality.text_learner import build_learner
+from tutelage.modality.text_models import student_model
 from tutelage.models import loading
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.dtype import probe
@@ -312,9 +313,9 @@ def test_ranks_publish_what_engines_compute_with(root: Path, monkeypatch: pytest
     expected = {name: tensor.bfloat16() for name, tensor in start().items()}
     assert tiny.same(published(one, 1), expected)
     # Several ranks share float32 weights and compute with them rounded; here one has all of them.
-    model, _ = build.student_model(config, wide=True)
+    model = student_model(config, wide=True)
     assert {p.dtype for p in model.model.parameters()} == {torch.float32}
-    several = build.learner(config, model, [], one.queue, 262)
+    several = build_learner(config, model, [], one.queue, 262)
     assert several.student.rounded == ()
     assert several.dtype == torch.bfloat16
     assert tiny.same(published(several, 2), expected)

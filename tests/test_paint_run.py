@@ -253,10 +253,10 @@ def test_an_exported_run_paints_the_same_in_diffusers(root: Path, sections: dict
 
 def train_model(run: Path, config: DiffusionConfig) -> Any:
     """The student with the weights of the last checkpoint: their running mean, where there is one."""
-    from tutelage.modality import diffusion as build_flow
+    from tutelage.modality.diffusion_models import student_model
     from tutelage.models.weights import copy_into
 
-    model = build_flow.student_model(config)
+    model = student_model(config)
     tensors = checkpoint_of(run).tensors
     copy_into(model.transformer, tensors.get("average", tensors["model"]))
     return model

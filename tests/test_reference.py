@@ -19,7 +19,7 @@ from tutelage.learner import reference
 from tutelage.learner.ranks import alone
 from tutelage.learner.reference import ReferenceCheck, verify
 from tutelage.loop import resume
-from tutelage.modality import text as build
+from tutelage.modality import text_models
 from tutelage.models import causal_lm, packing
 from tutelage.models.causal_lm import CausalLM
 
@@ -171,7 +171,7 @@ def test_a_run_whose_packs_ignore_windows_stops_before_it_learns(
     tiny.tokenizer().save_pretrained(tmp_path / "student")
     tutelage.train(tiny.config(tmp_path, name="right", steps=1, data={"validation": None}))
     monkeypatch.setattr(causal_lm, "sights_of", lambda model, tokens: {})
-    monkeypatch.setattr(build, "check_copy", lambda config: None)
+    monkeypatch.setattr(text_models, "check_copy", lambda config: None)
     with pytest.raises(UserError, match="stops before the update"):
         tutelage.train(tiny.config(tmp_path, name="wrong", steps=1, data={"validation": None}))
     assert not (tmp_path / "runs" / "wrong" / "metrics.jsonl").exists()

@@ -24,7 +24,7 @@ from checkpoints import load
 from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
-from tutelage.modality import text as build
+from tutelage.modality import text
 from tutelage.record.run_directory import RunDirectory
 
 STEPS = 40
@@ -314,7 +314,7 @@ def test_a_run_that_stopped_at_a_row_goes_on_without_it(
     train = tiny.write_prompts(tmp_path / "train.jsonl", [*tiny.PROMPTS[:4], OVERLONG, *tiny.PROMPTS[4:]])
     settings = {"data": {**LIMIT, "train": str(train), "validation": None}, "checkpoint": {"every": 1}}
     with monkeypatch.context() as patched:
-        patched.setattr(build, "check_prompts", lambda config, sets, *_: [frozenset() for _ in sets])
+        patched.setattr(text, "check_prompts", lambda config, sets, *_: [frozenset() for _ in sets])
         assert main(["train", str(tiny.recipe(tmp_path, **settings))]) == 2
         assert "row 5 of" in capsys.readouterr().err
     run = tmp_path / "runs" / "run"

@@ -28,7 +28,7 @@ from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Message, Prom
 from tutelage.errors import UserError
 from tutelage.isolation.contract import Isolation
 from tutelage.learner.schedule import schedule
-from tutelage.rollout.judges import part_means, reward_judge, reward_pool, written
+from tutelage.rollout.judges import part_means, reward_judge, reward_pool
 
 ROOT = Path(__file__).parent.parent
 RIGHT = {"right": {"function": "exact_match"}}
@@ -270,7 +270,7 @@ def test_a_reward_that_the_loop_gave_is_not_judged_again() -> None:
     row = Trajectory(torch.tensor([1]), torch.tensor([True]), torch.zeros(1), torch.zeros(1, dtype=torch.int32))
     prompt = Prompt(uid=0, row=1, source="p.jsonl", messages=(Message("user", "hi"),))
     episode = Episode(EpisodeKey("train", 0, 0), prompt, (row, replace(row, reward=0.75)))
-    judge = reward_judge(pool, ("right",), written(lambda ids: "text"))
+    judge = reward_judge(pool, ("right",), lambda trajectory: ("text", None))
     columns = asyncio.run(judge(episode))  # type: ignore[arg-type]
     assert float(columns["reward"]) == 0.75
     assert columns["reward_parts"].isnan().tolist() == [True]

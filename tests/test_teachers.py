@@ -387,7 +387,7 @@ def test_a_teacher_is_loaded_once_and_scores_every_step(tmp_path: Path, monkeypa
         published.append((self, version, source))
         await publish(self, version, source)
 
-    monkeypatch.setattr("tutelage.modality.text.load_causal_lm", counting)
+    monkeypatch.setattr("tutelage.modality.text_models.load_causal_lm", counting)
     monkeypatch.setattr(TorchEngine, "score", watched_score)
     monkeypatch.setattr(TorchEngine, "load", watched_load)
     tutelage.train(tiny.config(tmp_path, steps=3, data={"validation": None}))

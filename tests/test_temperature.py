@@ -18,7 +18,7 @@ from tutelage.config.schema import Config
 from tutelage.data.trajectory import Key
 from tutelage.engines.contract import ScoreRequest, Want
 from tutelage.engines.torch_lm import TorchEngine
-from tutelage.modality import text as build
+from tutelage.modality import text_models as build
 
 VOCABULARY = 270
 TOKENS = torch.tensor([3, 14, 15, 9, 2, 6, 5, 35])

@@ -90,12 +90,10 @@ def plan_command(args: argparse.Namespace) -> int:
 
     nodes = describe_cluster(args.cluster) if args.cluster is not None else None
     config = load(args.recipe, [*args.overrides, *(["runtime=ray"] if nodes else [])]).config
-    from tutelage.config.schema import Config
+    from tutelage.modality import modality_of
     from tutelage.planning.plan import plan, show
 
-    if not isinstance(config, Config):
-        raise UserError(f"{args.recipe}: plans are drawn for students that write; this one paints")
-    planned = plan(config, nodes)
+    planned = plan(modality_of(config).plannable(args.recipe), nodes)
     if args.json:
         import json
 

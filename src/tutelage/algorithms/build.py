@@ -1,4 +1,4 @@
-"""From the config's words to what judges and what learns: the algorithm, and the rewards."""
+"""From the settings of a run over text to its algorithm."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from tutelage.algorithms.grpo import grpo
 from tutelage.algorithms.objectives import OBJECTIVES, Settings
 from tutelage.algorithms.policy import PolicySettings
 from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
-from tutelage.config.diffusion import DiffusionConfig, FlowDistill, FlowGrpo
 from tutelage.config.objectives import SERVES
-from tutelage.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement, RunConfig
+from tutelage.config.schema import Config, Distill, Grpo, Policy, Ppo, Reinforcement
 from tutelage.errors import UserError
 
 
-def build_algorithm(config: RunConfig, heads: Sequence[TeacherHead] = ()) -> Algorithm:
-    """What the recipe names, ready to use; plugins must have been loaded."""
-    if isinstance(config, DiffusionConfig):
-        return _painting(config)
-    assert isinstance(config, Config)
+def build_algorithm(config: Config, heads: Sequence[TeacherHead] = ()) -> Algorithm:
+    """Build the algorithm that the recipe names. Plugins must have been loaded."""
     chosen, policy = config.algorithm, policy_settings(config)
     if isinstance(chosen, Distill):
         _check_objective(chosen)
@@ -66,20 +62,6 @@ def _temperatures(config: Config) -> str:
         "that equals its teacher still moves; "
         f"teachers.{next(iter(others))}.temperature: match takes both at {student:g}"
     )
-
-
-def _painting(config: DiffusionConfig) -> Algorithm:
-    from tutelage.algorithms import flow  # runs over text do without it
-
-    chosen, several = config.algorithm, config.algorithm.epochs * config.algorithm.minibatches > 1
-    if isinstance(chosen, FlowDistill):
-        return flow.flow_distill()
-    policy = PolicySettings(baseline=chosen.baseline, scale=chosen.scale, several_updates=several)
-    if isinstance(chosen, FlowGrpo):
-        return flow.flow_grpo(
-            policy, clip=chosen.clip, advantage_clip=chosen.advantage_clip, guard=chosen.guard, kl=chosen.kl
-        )
-    return flow.diffusion_nft(policy, beta=chosen.beta, advantage_clip=chosen.advantage_clip, kl=chosen.kl)
 
 
 def policy_settings(config: Config) -> PolicySettings:

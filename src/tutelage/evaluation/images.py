@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tutelage.assemble import Parts
-from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.trajectory import Prompt
-from tutelage.engines.contract import DiffusionSampling, Want
 from tutelage.evaluation.text import Answers, Evaluation, Pictures, Progress, no_heldout, run_prompts
-from tutelage.modality import diffusion as build_flow
+from tutelage.modality.diffusion import DiffusionModality
 from tutelage.rollout.judges import part_means, reward_weights
 from tutelage.rollout.runner import RolloutRequest
 
@@ -23,11 +21,11 @@ REWARD = ("reward", "reward_parts")
 class PictureEvaluator:
     """Evaluates the student as it is now."""
 
-    def __init__(self, parts: Parts, config: DiffusionConfig, progress: Progress) -> None:
+    def __init__(self, parts: Parts, modality: DiffusionModality, progress: Progress) -> None:
         if parts.heldout is None:
             raise no_heldout()
-        self.parts, self.config, self.progress = parts, config, progress
-        wanted = config.validation.prompts or len(parts.heldout)
+        self.parts, self.modality, self.config, self.progress = parts, modality, modality.config, progress
+        wanted = self.config.validation.prompts or len(parts.heldout)
         self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
         self._uids = itertools.count()
 
@@ -35,7 +33,7 @@ class PictureEvaluator:
         queue, config = self.parts.queue, self.config
         judged = REWARD if config.rewards else ()
         prompts = self._drawn(self.prompts)
-        answers = await self._paint(prompts, build_flow.evaluation_painting(config), config.validation.samples)
+        answers = await self._paint(prompts, self.modality.evaluation_request(config.validation.samples))
         batch = await queue.get(answers.ref, ("media", *judged))
         await queue.clear(answers.ref)
         metrics: dict[str, float] = {}
@@ -45,7 +43,7 @@ class PictureEvaluator:
         metrics |= answers.metrics()
         first = {key.uid: number for number, key in enumerate(batch.keys) if key.sample == 0}
         shown = [prompt for prompt in prompts if prompt.uid in first]
-        one = await self._paint(self._drawn(shown[:1]), build_flow.evaluation_painting(config, stages=True), 1)
+        one = await self._paint(self._drawn(shown[:1]), self.modality.evaluation_request(1, stages=True))
         stages = (await queue.get(one.ref, ("stages",))).rows["stages"][0]
         await queue.clear(one.ref)
         media = batch.rows["media"][[first[prompt.uid] for prompt in shown]]
@@ -55,9 +53,9 @@ class PictureEvaluator:
     def _drawn(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         return [replace(prompt, uid=next(self._uids)) for prompt in prompts]
 
-    async def _paint(self, prompts: Sequence[Prompt], sampling: DiffusionSampling, samples: int) -> Answers:
-        order, done = RolloutRequest("validation", samples, sampling, Want(), self.config.seed), itertools.count(1)
-        needs, total = (*BASE, *(REWARD if self.config.rewards else ())), len(prompts) * samples
+    async def _paint(self, prompts: Sequence[Prompt], order: RolloutRequest) -> Answers:
+        needs, total = (*BASE, *(REWARD if self.config.rewards else ())), len(prompts) * order.samples
+        done = itertools.count(1)
         return await run_prompts(
             self.parts, order, prompts, needs, lambda: self.progress("evaluating: pictures", next(done), total)
         )

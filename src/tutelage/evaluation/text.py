@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -26,8 +26,7 @@ from tutelage.algorithms.contract import Episodes
 from tutelage.assemble import Parts, assemble
 from tutelage.backends.interrupt import run_to_end
 from tutelage.checkpoint.store import CheckpointStore
-from tutelage.config.diffusion import DiffusionConfig
-from tutelage.config.schema import Config, RunConfig
+from tutelage.config.schema import RunConfig
 from tutelage.data import durable
 from tutelage.data.ragged import Ragged
 from tutelage.data.seeds import derive_seed
@@ -41,6 +40,10 @@ from tutelage.rollout.judges import part_means, reward_weights
 from tutelage.rollout.runner import RolloutRequest
 from tutelage.rollout.scoring import EpisodeScorer, scoring_tasks
 from tutelage.rollout.worker import EpisodeFailure
+
+if TYPE_CHECKING:
+    from tutelage.modality.diffusion import DiffusionModality
+    from tutelage.modality.text import TextModality
 
 BASE = ("tokens", "mask", "behaviour_logp")
 TEACHER = ("teacher_hidden", "teacher_index")
@@ -82,13 +85,26 @@ class Evaluates(Protocol):
 def evaluator(
     parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None, *, keep: bool = True
 ) -> Evaluates:
-    """What fits the student: `Evaluator` for one that writes, `PictureEvaluator` for one that paints. Without `keep`
-    nothing is written to the directory."""
-    if isinstance(parts.config, DiffusionConfig):
+    """The evaluator that fits the student. Without `keep` nothing is written to the directory."""
+    return parts.modality.evaluator(_Evaluators(parts, directory, progress, keep))
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluators:
+    """Builds the evaluator that a modality chooses."""
+
+    parts: Parts
+    directory: Path
+    progress: Progress
+    keep: bool
+
+    def of_text(self, modality: TextModality) -> Evaluates:
+        return Evaluator(self.parts, modality, self.directory, self.progress, keep=self.keep)
+
+    def of_media(self, modality: DiffusionModality) -> Evaluates:
         from tutelage.evaluation.images import PictureEvaluator
 
-        return PictureEvaluator(parts, parts.config, progress)
-    return Evaluator(parts, directory, progress, keep=keep)
+        return PictureEvaluator(self.parts, modality, self.progress)
 
 
 class EvaluationFailed(UserError):
@@ -180,6 +196,7 @@ class Evaluator:
     def __init__(
         self,
         parts: Parts,
+        modality: TextModality,
         directory: Path,
         progress: Progress = lambda label, done, total: None,
         *,
@@ -187,10 +204,9 @@ class Evaluator:
     ) -> None:
         if parts.heldout is None:
             raise no_heldout()
-        assert isinstance(parts.config, Config)
-        assert parts.tokenizer is not None
-        self.parts, self.config, self.tokenizer = parts, parts.config, parts.tokenizer
-        self.settings = parts.config.validation
+        self.parts, self.modality = parts, modality
+        self.config, self.tokenizer = modality.config, modality.tokenizer
+        self.settings = self.config.validation
         wanted = self.settings.prompts or len(parts.heldout)
         self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
         self.file = directory / f"teacher_text-{self._fingerprint()}.safetensors"
@@ -246,12 +262,11 @@ class Evaluator:
 
     async def _answer(self, prompts: Sequence[Prompt]) -> Answers:
         """The student answers every held-out prompt with seeds that depend on the prompt alone."""
-        order = RolloutRequest("validation", 1, self.parts.sampling(self.settings), FULL, self.parts.config.seed)
         needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if self.parts.config.rewards else ()))
         done = itertools.count(1)
         return await run_prompts(
             self.parts,
-            order,
+            self.modality.evaluation_request(),
             prompts,
             needs,
             lambda: self.progress("evaluating: answers", next(done), len(prompts)),

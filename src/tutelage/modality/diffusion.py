@@ -1,171 +1,171 @@
-"""Single parts of a run whose student paints, from its config; `build` has those that all modalities share."""
+"""Students that paint: diffusion models, denoising steps, and what is asked of them.
+
+This module is cheap to import: agent-loop workers need it, and they have no models. `diffusion_models` imports
+diffusers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tutelage.algorithms.build import build_algorithm
-from tutelage.algorithms.contract import Algorithm
+from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.config.diffusion import DiffusionConfig, DiffusionNft
-from tutelage.data.notes import Report, silent
+from tutelage.config.schema import Config
+from tutelage.data.notes import Progress, Report, silent
+from tutelage.data.prompts import Prompts
 from tutelage.data.seeds import derive_seed
+from tutelage.data.trajectory import Trajectory
 from tutelage.engines.contract import DiffusionSampling, Want
-from tutelage.engines.diffusion import DiffusionEngine
 from tutelage.errors import UserError
-from tutelage.learner.flow import StepLimits
-from tutelage.learner.masters import with_masters
-from tutelage.learner.optimizer import build_optimizer
-from tutelage.learner.step import Learner, Trainable
-from tutelage.losses.contract import LossSum
-from tutelage.models.dtype import choose_dtype
-from tutelage.models.flow.base import PipelineModel
-from tutelage.models.flow.contract import Size
-from tutelage.models.flow.loading import float32_transformer, load_flow_model
-from tutelage.models.flow.sources import pipeline_directory
-from tutelage.models.weights import narrow, trainable
-from tutelage.policy.flow import Kind, window
+from tutelage.learner.ranks import Ranks
+from tutelage.learner.step import Learner
+from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Role, Spread
+from tutelage.modality.prompt_checks import check_routes
+from tutelage.models.weights import copy_into
+from tutelage.policy.flow import window
 from tutelage.queue.contract import SampleQueue
-
-# ── models and engines ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def student_model(
-    config: DiffusionConfig,
-    report: Report = silent,
-    device: str = "cpu",
-    *,
-    dtype: torch.dtype | None = None,
-    wide: bool = False,
-) -> PipelineModel:
-    """The student, with its adapter if it has one, all of it in the dtype that it computes in. `dtype` is in place of
-    the one that the settings choose; `wide`: the adapter is float32."""
-    model = _load(config.student.path, dtype or choose_dtype(config.student.dtype, device)[0], report, device)
-    if config.student.lora is not None:
-        model.add_lora(config.student.lora, config.seed)
-        if not wide:
-            narrow(model.transformer, model.dtype)
-    _check_size(config, model)
-    return model
+from tutelage.rewards.contract import Media
+from tutelage.rollout.contract import AgentLoop, Send
+from tutelage.rollout.loops import diffusion  # noqa: F401  # registers the loop
+from tutelage.rollout.runner import RolloutRequest
+from tutelage.rollout.worker import AgentLoopWorker
+from tutelage.teachers.client import ResidentTeacher
+from tutelage.teachers.pool import TeacherPool
 
 
-def teacher_model(config: DiffusionConfig, name: str, report: Report = silent, device: str = "cpu") -> PipelineModel:
-    settings = config.teachers[name]
-    model = _load(settings.path, choose_dtype(settings.dtype, device)[0], report, device)
-    model.transformer.requires_grad_(False)
-    return model
+class DiffusionModality(Modality):
+    """A run whose student makes images or video. It has no tokens, so no vocabulary is shared."""
 
+    config: DiffusionConfig
+    has_text: ClassVar[bool] = False
+    tokenizer: None = None
 
-def _load(path: str, dtype: torch.dtype, report: Report, device: str) -> PipelineModel:
-    directory: Path = pipeline_directory(path, report)
-    return load_flow_model(directory, dtype=dtype, device=device)
+    def __init__(self, config: DiffusionConfig, report: Report = silent) -> None:
+        super().__init__(config, report)
 
+    def require_packages(self) -> None:
+        import tutelage.models.flow  # noqa: F401  # raises if diffusers is missing
 
-def student_engine(config: DiffusionConfig, model: PipelineModel) -> DiffusionEngine:
-    return DiffusionEngine(model, slots=config.engine.slots)
+    # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def check(self, prompts: Prompts, progress: Progress) -> Checked:
+        check_routes(prompts.sets, self._router())
+        return Checked(0, prompts)
 
-def teacher_engine(config: DiffusionConfig, name: str, model: PipelineModel) -> DiffusionEngine:
-    settings = config.teachers[name]
-    return DiffusionEngine(
-        model, slots=config.engine.slots, guidance=settings.guidance, batch_steps=settings.batch_steps
-    )
+    def embed(self, prompts: Prompts, queue: SampleQueue, progress: Progress) -> Embedded:
+        from tutelage.modality import diffusion_models as models
 
+        student = models.student_model(self.config, self.report)
+        teachers = {name: self.engine("teacher", name, 0, "cpu") for name in self.config.teachers}
+        return Embedded(
+            checked=self.check(prompts, progress),
+            learner=models.build_learner(self.config, student, queue),
+            student=models.student_engine(self.config, student),
+            teachers=teachers,
+        )
 
-def _check_size(config: DiffusionConfig, model: PipelineModel) -> None:
-    """A size that the architecture cannot paint is refused before the run starts."""
-    rollout = config.rollout
-    try:
-        model.latent_shape(Size(rollout.height, rollout.width, rollout.frames))
-    except ValueError as error:
-        raise UserError(f"rollout.height, rollout.width, rollout.frames: {error}") from None
+    def engine(self, role: Role, teacher: str, vocabulary: int, device: str) -> Any:
+        from tutelage.modality import diffusion_models as models
 
+        if role == "student":
+            return models.student_engine(self.config, models.student_model(self.config, self.report, device))
+        model = models.teacher_model(self.config, teacher, self.report, device)
+        return models.teacher_engine(self.config, teacher, model)
 
-# ── what is asked of the student ─────────────────────────────────────────────────────────────────────────────────────
+    def learner(self, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: Spread) -> Learner:
+        """The settings refuse more than one rank."""
+        from tutelage.modality import diffusion_models as models
 
+        return models.build_learner(self.config, models.student_model(self.config, self.report, device), queue)
 
-def training_painting(config: DiffusionConfig, algorithm: Algorithm, step: int) -> DiffusionSampling:
-    """How media of a training step are made: one window for all of them."""
-    rollout, chosen = config.rollout, config.algorithm
-    common = _common(config)
-    if isinstance(chosen, DiffusionNft):
-        return DiffusionSampling(**common, capture=True, times=chosen.times)
-    trained = window(rollout.steps, rollout.trained, derive_seed(config.seed, "window", step), rollout.window_range)
-    return DiffusionSampling(
-        **common,
-        kind=rollout.sampler,
-        noise_level=rollout.noise_level,
-        window=(trained.start, trained.stop),
-        capture=True,
-        means="means" in algorithm.needs,
-    )
+    @property
+    def has_reference(self) -> bool:
+        """The learner itself computes the reference's predictions."""
+        return False
 
+    @property
+    def has_adapter(self) -> bool:
+        return self.config.student.lora is not None
 
-def evaluation_painting(config: DiffusionConfig, *, stages: bool = False) -> DiffusionSampling:
-    """As in training, without noise and without a record."""
-    common = _common(config)
-    said = config.validation
-    common |= {name: value for name in ("steps", "guidance") if (value := getattr(said, name)) is not None}
-    return DiffusionSampling(**common, stages=stages)
+    # ── episodes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _worker(self, loops: Mapping[str, AgentLoop], send: Send) -> AgentLoopWorker:
+        config = self.config
+        return AgentLoopWorker(loops, config.rollout.agent_loop, None, config.data.max_prompt_tokens, send)
 
-def _common(config: DiffusionConfig) -> dict[str, Any]:
-    rollout = config.rollout
-    names = ("steps", "height", "width", "frames", "guidance")
-    return {**{name: getattr(rollout, name) for name in names}, "negative": rollout.negative_prompt}
+    def made(self, trajectory: Trajectory) -> tuple[str, Media]:
+        media: Tensor = trajectory.extra["media"]
+        return "", Media(media.numpy().tobytes(), tuple(media.shape))
 
+    def _resident(self, name: str, index: int, pool: TeacherPool) -> ResidentTeacher:
+        return ResidentTeacher(pool, index)
 
-def want(algorithm: Algorithm) -> Want:
-    """Of teachers."""
-    return Want(step_mean=algorithm.payload == "step_mean")
+    def algorithm(self, heads: Sequence[TeacherHead] = ()) -> Algorithm:
+        from tutelage.algorithms.build_flow import build_flow_algorithm
 
+        return build_flow_algorithm(self.config)
 
-# ── learning ─────────────────────────────────────────────────────────────────────────────────────────────
+    def training_request(self, algorithm: Algorithm, step: int, version: int) -> RolloutRequest:
+        config = self.config
+        want = Want(step_mean=algorithm.payload == "step_mean")
+        sampling = self._training_sampling(algorithm, step)
+        return RolloutRequest("train", config.rollout.samples, sampling, want, config.seed, step, version)
 
+    def _training_sampling(self, algorithm: Algorithm, step: int) -> DiffusionSampling:
+        """How the media of a training step are made; all of them share one window of trained steps."""
+        rollout, chosen = self.config.rollout, self.config.algorithm
+        if isinstance(chosen, DiffusionNft):
+            return DiffusionSampling(**self._common(), capture=True, times=chosen.times)
+        seed = derive_seed(self.config.seed, "window", step)
+        trained = window(rollout.steps, rollout.trained, seed, rollout.window_range)
+        return DiffusionSampling(
+            **self._common(),
+            kind=rollout.sampler,
+            noise_level=rollout.noise_level,
+            window=(trained.start, trained.stop),
+            capture=True,
+            means="means" in algorithm.needs,
+        )
 
-@dataclass(frozen=True, slots=True)
-class NoMeasures:
-    """Evaluation looks at finished media; there is nothing to ask of the learner."""
+    def evaluation_request(self, samples: int, *, stages: bool = False) -> RolloutRequest:
+        """Media of held-out prompts: made as in training, but without noise; nothing is kept to learn from. `stages`
+        keeps what they look like after every step."""
+        said = self.config.validation
+        common = self._common()
+        common |= {name: value for name in ("steps", "guidance") if (value := getattr(said, name)) is not None}
+        sampling = DiffusionSampling(**common, stages=stages)
+        return RolloutRequest("validation", samples, sampling, Want(), self.config.seed)
 
-    name: str = "measures"
-    coefficient: float = 1.0
+    def _common(self) -> dict[str, Any]:
+        rollout = self.config.rollout
+        names = ("steps", "height", "width", "frames", "guidance")
+        return {**{name: getattr(rollout, name) for name in names}, "negative": rollout.negative_prompt}
 
-    def __call__(self, out: Any, columns: Mapping[str, Tensor]) -> LossSum:
-        return LossSum(out.velocity.sum(), {})
+    # ── measures, exports, plans ─────────────────────────────────────────────────────────────────────────────────────
 
+    def evaluator(self, evaluators: Evaluators[E]) -> E:
+        return evaluators.of_media(self)
 
-def learner(config: DiffusionConfig, student: PipelineModel, queue: SampleQueue) -> Learner:
-    nft = isinstance(config.algorithm, DiffusionNft)
-    if config.student.lora is None and getattr(config.algorithm, "kl", 0.0) > 0:
-        student.keep_reference()
-    if config.learner.activation_checkpointing:
-        student.recompute()
-    exact = (
-        {}
-        if config.student.lora is not None
-        else float32_transformer(pipeline_directory(config.student.path, silent), student)
-    )
-    named, rounded = with_masters(tuple(trainable(student.transformer)), exact)
-    decay = config.optimizer.ema
-    average = {name: master.detach().clone() for name, master in named} if decay else {}
-    kind: Kind = "ode" if nft else config.rollout.sampler
-    return Learner(
-        algorithm=build_algorithm(config),
-        student=Trainable(student, build_optimizer(config.optimizer, named), named, average, decay, rounded),
-        critic=None,
-        queue=queue,
-        cut=StepLimits(
-            config.optimizer.micro_batch_steps,
-            kind,
-            0.0 if nft else config.rollout.noise_level,
-            config.rollout.guidance,
-        ),
-        clip_norm=config.optimizer.clip_norm,
-        measures=NoMeasures(),
-        dtype=student.dtype,
-    )
+    def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
+        return {"trained_steps": float(actions), "pictures_per_second": rows / seconds}
+
+    def notes(self) -> list[str]:
+        return []
+
+    def export(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], dtype: torch.dtype | None, out: Path, keep_adapter: bool
+    ) -> torch.dtype:
+        from tutelage.modality.diffusion_models import student_model
+
+        model = student_model(self.config, dtype=dtype, wide=True)
+        copy_into(model.transformer, tensors.get("average", tensors["model"]))
+        model.save_pipeline(out, keep_adapter)
+        return model.dtype
+
+    def plannable(self, recipe: str) -> Config:
+        raise UserError(f"{recipe}: plans are drawn for students that write; this one paints")

@@ -30,7 +30,7 @@ from tutelage.backends.placement import (
 )
 from tutelage.config.pools import Member, pool_members
 from tutelage.config.schema import Config, Pool
-from tutelage.modality.text import PREFIX_TOKENS
+from tutelage.modality.text_models import PREFIX_TOKENS
 from tutelage.models.sizes import Sizes, Weights
 from tutelage.planning.memory import (
     Item,

@@ -11,7 +11,7 @@ import torch
 from tutelage.algorithms.contract import Algorithm
 from tutelage.config.schema import Config, Optimizer
 from tutelage.engines.torch_lm import CACHE_BLOCK
-from tutelage.modality.text import PREFIX_TOKENS
+from tutelage.modality.text_models import PREFIX_TOKENS
 from tutelage.models.sizes import Sizes, Weights
 
 LOGIT_BUFFERS = 3

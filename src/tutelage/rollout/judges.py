@@ -44,16 +44,7 @@ def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Made = Callable[[Trajectory], tuple[str, Media | None]]
-"""What a trajectory made: text, or a picture or video."""
-
-
-def written(decode: Callable[[list[int]], str]) -> Made:
-    return lambda trajectory: (decode(trajectory.tokens[trajectory.mask].tolist()), None)
-
-
-def painted(trajectory: Trajectory) -> tuple[str, Media]:
-    media: Tensor = trajectory.extra["media"]
-    return "", Media(media.numpy().tobytes(), tuple(media.shape))
+"""What rewards see of a trajectory: its text, or its image or video."""
 
 
 def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJudge:

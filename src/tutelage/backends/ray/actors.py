@@ -47,9 +47,8 @@ from tutelage.engines.scheduler import InlineScheduler
 from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks, alone
 from tutelage.learner.schedule import Schedule
-from tutelage.modality import dispatch as stages
-from tutelage.modality import text as build
-from tutelage.modality.dispatch import Role
+from tutelage.modality import modality_of
+from tutelage.modality.contract import Role, Spread
 from tutelage.models.dtype import choose_dtype
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.timeline import Interval
@@ -121,7 +120,7 @@ class EngineActor(Actor):
         coordinator = find_coordinator()
         config, vocabulary, device = settings.config, settings.vocabulary, settings.device
         self.name = name
-        self.engine = stages.engine(config, role, teacher, vocabulary, device)
+        self.engine = modality_of(config).engine(role, teacher, vocabulary, device)
         self._coordinator = coordinator if role == "student" else None
         """has the newest weights, in case this student was restarted after their publication"""
         self._scheduler = InlineScheduler([self.engine], config.engine.score_every)
@@ -256,7 +255,7 @@ class RolloutActor(Actor):
         config, coordinator = settings.config, find_coordinator()
         queue, engines = fetch_handles(coordinator)
         balancers = connect_load_balancers(coordinator, name)
-        tokenizer, tokenizers = stages.words(config)
+        modality = modality_of(config)
         students = [RemoteEngine(handle) for handle in engines.student]
         self.student = Router("student", students, balancers[STUDENT], config.ray.request_deadline)
         self.pools = teacher_pools(config, engines, balancers)
@@ -264,13 +263,13 @@ class RolloutActor(Actor):
         self.rewards = reward_pool(config)
         judges = Judges(
             config,
-            stages.made(tokenizer),
+            modality.made,
             queue,
-            build.teacher_client(config, self.pools, tokenizers),
+            modality.teacher_client(self.pools),
             self.reference if engines.reference else None,
             self.rewards,
         )
-        self.rollout = Rollout(build.loops(config, tokenizer, self._send), judges)
+        self.rollout = Rollout(modality.loops(self._send), judges)
         self._rewards_started = False
         self._work: dict[int, Outcomes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -356,7 +355,7 @@ class LearnerActor(Actor):
     async def ready(self, address: str) -> int:
         """Join the other ranks and load the models."""
         config, vocabulary, device = self.settings.config, self.settings.vocabulary, self.settings.device
-        spread: build.Spread = lambda model: None  # noqa: E731
+        spread: Spread = lambda model: None  # noqa: E731
         if self.count > 1:
             from tutelage.learner import fsdp
 
@@ -364,7 +363,7 @@ class LearnerActor(Actor):
             dtype, _ = choose_dtype(config.student.dtype, device)
             sharding = fsdp.Sharding(dtype if dtype != torch.float32 else None, config.learner.activation_checkpointing)
             spread = lambda model: fsdp.shard(model, sharding, device)  # noqa: E731
-        self.learner = stages.learner(config, self.queue, vocabulary, device, self._ranks, spread)
+        self.learner = modality_of(config).learner(self.queue, vocabulary, device, self._ranks, spread)
         return os.getpid()
 
     async def busy(self) -> int:

@@ -47,8 +47,8 @@ from tutelage.engines.contract import GenerateRequest, Generation
 from tutelage.errors import ReplicaGone, UserError
 from tutelage.learner.packing import deal, in_order
 from tutelage.learner.schedule import Schedule
-from tutelage.modality import text as build
-from tutelage.modality.dispatch import Role
+from tutelage.modality import modality_of
+from tutelage.modality.contract import Role
 from tutelage.queue.contract import BatchRef
 from tutelage.queue.transfer_queue import TransferSampleQueue
 from tutelage.queue.transfer_queue import start as start_queue
@@ -267,7 +267,7 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Report)
             name: engine("teacher", name, f"teacher {name!r}", settings.pool or name)
             for name, settings in config.teachers.items()
         },
-        engine("reference", "", "reference", _reference_pool(config)) if build.has_reference(config) else (),
+        engine("reference", "", "reference", _reference_pool(config)) if modality_of(config).has_reference else (),
     )
     coordinator.call_sync(Coordinator.register_handles, Stored.put((queue, engines)))
     pool = config.learner.pool
@@ -291,7 +291,7 @@ def _replicas(config: RunConfig) -> dict[str, int]:
     """Return the numbers of replicas by the name of their load balancer."""
     pools = {STUDENT: config.engine.pool}
     pools |= {teacher_balancer(name): settings.pool or name for name, settings in config.teachers.items()}
-    if build.has_reference(config):
+    if modality_of(config).has_reference:
         pools[REFERENCE] = _reference_pool(config)
     return {name: config.pools[pool].replicas for name, pool in pools.items()}
 

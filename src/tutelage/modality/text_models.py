@@ -1,0 +1,174 @@
+"""Language models of a run: loading them as student, teachers and reference, their engines, and the checks that they
+fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutelage.algorithms.build import build_algorithm
+from tutelage.algorithms.contract import TeacherHead
+from tutelage.config.schema import Config, Model
+from tutelage.data.notes import Report, silent
+from tutelage.engines.torch_lm import TorchEngine
+from tutelage.errors import UserError
+from tutelage.models.attention import NAME as ATTENTION
+from tutelage.models.attention import UnsupportedAttention
+from tutelage.models.causal_lm import CausalLM, OutputHead
+from tutelage.models.loading import apply_lora, check_head_is_plain, load_causal_lm, narrow_adapter
+from tutelage.models.sight import Reach
+from tutelage.models.small_copy import check_copy, check_files
+from tutelage.models.tokenizers import SafeTokenizer, compare
+from tutelage.policy.text import log_probs
+
+PREFIX_TOKENS = 4096
+"""Prompt tokens whose keys and values an engine keeps for the other samples of the same prompts."""
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def student_model(config: Config, report: Report = silent, device: str = "cpu", *, wide: bool = False) -> CausalLM:
+    """Load the student, with its adapter if it has one. `wide` makes what learns float32, as ranks that share the
+    weights keep it; otherwise everything has the dtype that it computes in."""
+    lora = config.student.lora
+    dtype = torch.float32 if wide and lora is None else None
+    model = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report, dtype=dtype)
+    if lora is not None:
+        check_head_is_plain(model, lora)
+        apply_lora(model, lora, config.seed)
+        if not wide:
+            narrow_adapter(model)
+    return on_packs(model, "student", config.student, report)
+
+
+def teacher_model(config: Config, name: str, report: Report = silent, device: str = "cpu") -> CausalLM:
+    model = load_causal_lm(config.teachers[name], device=device, attention=ATTENTION, progress=report)
+    return _frozen(on_packs(model, f"teachers.{name}", config.teachers[name], report))
+
+
+def on_packs(model: Any, key: str, settings: Model, report: Report) -> CausalLM:
+    """Wrap a model for packed sequences; refuse an architecture that computes something else on packs than on single
+    sequences."""
+    try:
+        found, note = CausalLM(model), check_copy(model.config)
+    except UnsupportedAttention as error:
+        raise UserError(f"{key}.path: {settings.path}: {error}; choose another model") from error
+    if note is not None:
+        report(f"{settings.path}: {note}")
+    return found
+
+
+def reaches(config: Config, report: Report) -> dict[str, Reach | None]:
+    """How long a sequence each model takes, read from its config.json; an architecture that cannot compute packs is
+    refused."""
+    found: dict[str, Reach | None] = {}
+    for key, settings in {
+        "student": config.student,
+        **{f"teachers.{n}": t for n, t in config.teachers.items()},
+    }.items():
+        try:
+            found[key], note = check_files(settings)
+        except UnsupportedAttention as error:
+            raise UserError(f"{key}.path: {settings.path}: {error}; choose another model") from error
+        if note is not None:
+            report(f"{settings.path}: {note}")
+    return found
+
+
+def context(config: Config, reach: Reach | None) -> int:
+    """Tokens that a sequence may have: engine.context, or fewer if the model takes fewer."""
+    return config.engine.context if reach is None else min(config.engine.context, reach.tokens)
+
+
+def shared_vocabulary(
+    student: tuple[SafeTokenizer, int], teachers: Mapping[str, tuple[SafeTokenizer, int]], report: Report
+) -> int:
+    """The number of ids that mean the same to student and teachers; each is given by its tokenizer and the number of
+    ids of its output head."""
+    sizes = [student[1]]
+    for name, (tokenizer, head) in teachers.items():
+        shared = compare(
+            student[0],
+            tokenizer,
+            student_head=student[1],
+            teacher_head=head,
+            student_name="the student",
+            teacher_name=f"teacher {name!r}",
+        )
+        sizes.append(shared.size)
+        for warning in shared.warnings:
+            report(warning)
+    beyond = [id for id in student[0].eos_ids if id >= min(sizes)]
+    if beyond:
+        raise UserError(
+            f"student: the end-of-turn id {', '.join(map(str, beyond))} can never be written: the output heads of "
+            f"student and teachers know the ids below {min(sizes)} only. Correct eos_token in tokenizer_config.json or "
+            "eos_token_id in generation_config.json, or use the tokenizer that belongs to the model"
+        )
+    return min(sizes)
+
+
+def check_top_k(config: Config, vocabulary: int) -> None:
+    """Refuse a top-k payload with more tokens than student and teachers share."""
+    k = build_algorithm(config).top_k
+    if k > vocabulary:
+        raise UserError(
+            f"algorithm.top_k ({k:,}) is above the {vocabulary:,} tokens that student and teachers share: lower it, or "
+            "use payload: full for the whole distribution"
+        )
+
+
+def _frozen(model: CausalLM) -> CausalLM:
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+# ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def student_engine(config: Config, model: CausalLM, tokenizer: SafeTokenizer, vocabulary: int) -> TorchEngine:
+    return TorchEngine(
+        model,
+        slots=config.engine.slots,
+        context=context(config, model.reach),
+        vocabulary=vocabulary,
+        decode=tokenizer.decode,
+        prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+    )
+
+
+def teacher_engine(config: Config, name: str, model: CausalLM, vocabulary: int) -> TorchEngine:
+    settings = config.teachers[name]
+    return TorchEngine(
+        model,
+        slots=config.engine.slots,
+        context=context(config, model.reach),
+        batch_tokens=settings.batch_tokens,
+        temperature=config.teacher_temperature(name),
+        vocabulary=vocabulary,
+        prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+    )
+
+
+def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> TorchEngine:
+    """The student as it was before training."""
+    loaded = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)
+    model = _frozen(on_packs(loaded, "student", config.student, silent))
+    temperature = config.student_temperature
+    return TorchEngine(model, context=context(config, model.reach), temperature=temperature, vocabulary=vocabulary)
+
+
+def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -> TeacherHead:
+    """The function that expands a teacher's hidden states to its distribution over the shared vocabulary."""
+
+    def at(temperature: float) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: log_probs(head(hidden, vocabulary), temperature)
+
+    training, evaluation = config.teacher_temperature(name), config.teacher_temperature(name, student=1.0)
+    measured = at(evaluation) if evaluation != training else None
+    return TeacherHead(name, at(training), head.linear.in_features, measured)
