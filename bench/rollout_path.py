@@ -31,6 +31,7 @@ from bench.cluster import sample_queue
 from tutelage.backends.memory import collect_rarely
 from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
+from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.queue import MemoryQueue
 from tutelage.queue.contract import SampleQueue
 from tutelage.rollout.loops.single_turn import SingleTurn
@@ -117,7 +118,7 @@ def make_rollout(queue: SampleQueue, balancers: LoadBalancerClient | None = None
         return EpisodeScorer(queue, (judge,))
 
     loops = {"single_turn": SingleTurn()}
-    return Rollout(AgentLoopWorker(loops, "single_turn", Ids(), PROMPT, send), scorer)
+    return Rollout(AgentLoopWorker(loops, "single_turn", TextEpisodes(Ids(), PROMPT, send)), scorer)
 
 
 async def run_prompts(rollout: Rollout, prompts: Sequence[Prompt]) -> int:

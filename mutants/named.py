@@ -25,7 +25,7 @@ class Named:
         return Mutant(self.path, self.what, line, start, start + len(self.before.encode()), self.before, self.after, 0)
 
 
-_POLICY, _TEXT = "src/tutelage/algorithms/policy.py", "src/tutelage/modality/text.py"
+_POLICY, _TEXT = "src/tutelage/algorithms/policy.py", "src/tutelage/modality/text_models.py"
 NAMED = (
     Named(
         "the importance ratio is inverted",

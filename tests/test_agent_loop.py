@@ -18,6 +18,7 @@ from tutelage.engines.contract import GenerateRequest, Generation, Sampling, Sco
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.errors import UserError
+from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue import BatchRef
 from tutelage.queue.memory import MemoryQueue
@@ -47,7 +48,9 @@ def engine(**options: Any) -> TorchEngine:
 def worker(
     send: Callable[[GenerateRequest], Awaitable[Generation]], loops: dict[str, AgentLoop] | None = None
 ) -> AgentLoopWorker:
-    return AgentLoopWorker({"single_turn": SingleTurn(), **(loops or {})}, "single_turn", TOKENIZER, 100, send)
+    return AgentLoopWorker(
+        {"single_turn": SingleTurn(), **(loops or {})}, "single_turn", TextEpisodes(TOKENIZER, 100, send)
+    )
 
 
 def seed(prompt: Prompt, sample: int) -> int:

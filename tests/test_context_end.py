@@ -17,6 +17,7 @@ from tutelage.data.trajectory import COLUMNS, Column, Episode, EpisodeKey, Messa
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
+from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.record import RunDirectory
 from tutelage.rollout.contract import LoopContext, PromptTooLong
@@ -137,7 +138,7 @@ def test_a_request_that_fills_the_context_is_answered_without_a_token_and_others
 
 def episode(loop: Any) -> Episode | EpisodeFailure:
     engine = TorchEngine(tiny.causal_lm(), context=CONTEXT)
-    worker = AgentLoopWorker({"loop": loop}, "loop", TOKENIZER, 100, engine.generate, CONTEXT)
+    worker = AgentLoopWorker({"loop": loop}, "loop", TextEpisodes(TOKENIZER, 100, engine.generate, CONTEXT))
     sampling = Sampling(max_tokens=TURN)
     found: Episode | EpisodeFailure = drive(engine, lambda: worker.run(PROMPT, EpisodeKey("train", 0, 0), sampling, 3))
     return found

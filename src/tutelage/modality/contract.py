@@ -23,7 +23,7 @@ from tutelage.learner.step import Learner
 from tutelage.models.causal_lm import CausalLM
 from tutelage.queue.contract import SampleQueue
 from tutelage.rewards.contract import Media
-from tutelage.rollout.contract import LOOPS, AgentLoop, Send
+from tutelage.rollout.contract import LOOPS, EpisodeKind, Send
 from tutelage.rollout.loops import single_turn  # noqa: F401  # registers the loop
 from tutelage.rollout.runner import RolloutRequest
 from tutelage.rollout.worker import AgentLoopWorker
@@ -135,10 +135,10 @@ class Modality(ABC):
         if chosen not in known:
             names = ", ".join(sorted(known))
             raise UserError(f"rollout.agent_loop: no loop is named {chosen!r}; there are {names}")
-        return self._worker(known, send)
+        return AgentLoopWorker(known, chosen, self._episodes(send))
 
     @abstractmethod
-    def _worker(self, loops: Mapping[str, AgentLoop], send: Send) -> AgentLoopWorker: ...
+    def _episodes(self, send: Send) -> EpisodeKind: ...
 
     @abstractmethod
     def made(self, trajectory: Trajectory) -> tuple[str, Media | None]:
@@ -172,6 +172,10 @@ class Modality(ABC):
     @abstractmethod
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
         """How much a training step learned from: `actions` of `rows` trajectories in `seconds`."""
+
+    @abstractmethod
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the record shows them; a modality without tokens has none."""
 
     @abstractmethod
     def notes(self) -> list[str]:

@@ -25,15 +25,15 @@ from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
 from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Role, Spread
+from tutelage.modality.diffusion_episodes import DiffusionEpisodes
 from tutelage.modality.prompt_checks import check_routes
 from tutelage.models.weights import copy_into
 from tutelage.policy.flow import window
 from tutelage.queue.contract import SampleQueue
 from tutelage.rewards.contract import Media
-from tutelage.rollout.contract import AgentLoop, Send
+from tutelage.rollout.contract import Send
 from tutelage.rollout.loops import diffusion  # noqa: F401  # registers the loop
 from tutelage.rollout.runner import RolloutRequest
-from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers.client import ResidentTeacher
 from tutelage.teachers.pool import TeacherPool
 
@@ -94,9 +94,8 @@ class DiffusionModality(Modality):
 
     # ── episodes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _worker(self, loops: Mapping[str, AgentLoop], send: Send) -> AgentLoopWorker:
-        config = self.config
-        return AgentLoopWorker(loops, config.rollout.agent_loop, None, config.data.max_prompt_tokens, send)
+    def _episodes(self, send: Send) -> DiffusionEpisodes:
+        return DiffusionEpisodes(send)
 
     def made(self, trajectory: Trajectory) -> tuple[str, Media]:
         media: Tensor = trajectory.extra["media"]
@@ -153,6 +152,9 @@ class DiffusionModality(Modality):
 
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
         return {"trained_steps": float(actions), "pictures_per_second": rows / seconds}
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return []
 
     def notes(self) -> list[str]:
         return []

@@ -22,7 +22,7 @@ Reaches = Mapping[str, Reach | None]
 """How long a sequence "student" and "teachers.NAME" take."""
 
 
-class TooLong(UserError):
+class OverlongPrompt(UserError):
     """A row that data.overlong may leave out."""
 
 
@@ -51,7 +51,7 @@ def check_prompts(
         for start in range(0, len(prompts), CHECKED_AT_ONCE):
             part = prompts[start : start + CHECKED_AT_ONCE]
             for position, problem in enumerate(check(part, answer), start):
-                if isinstance(problem, TooLong) and config.data.overlong == "skip":
+                if isinstance(problem, OverlongPrompt) and config.data.overlong == "skip":
                     overlong[position] = str(prompts[position].row)
                 elif problem is not None:
                     mistakes.append(problem)
@@ -100,7 +100,7 @@ def _unusable(mistakes: Sequence[UserError]) -> UserError:
         f"{len(mistakes):,} prompt{'s' if len(mistakes) > 1 else ''} cannot be used:",
         *map(str, mistakes[:SHOWN_ROWS]),
     ]
-    long = sum(isinstance(mistake, TooLong) for mistake in mistakes)
+    long = sum(isinstance(mistake, OverlongPrompt) for mistake in mistakes)
     way_out = f"\nTo leave out rows that are too long ({long:,} of these), set data.overlong=skip" if long else ""
     return UserError("\n  ".join(lines) + _more(len(mistakes), "\n  ") + way_out)
 
@@ -137,7 +137,7 @@ class _RowCheck:
                 found[place:] = [error]
         for name, words in contexts.items():
             for place, problem in self._as_teacher(name, words, prompts, answer):
-                if isinstance(problem, TooLong):
+                if isinstance(problem, OverlongPrompt):
                     found[place] = found[place] or problem
                 else:
                     found[place] = problem
@@ -152,9 +152,9 @@ class _RowCheck:
         if isinstance(tokens, UserError):
             return tokens
         if tokens > config.data.max_prompt_tokens:
-            return TooLong(str(PromptTooLong.of(prompt, tokens, config.data.max_prompt_tokens)))
+            return OverlongPrompt(str(PromptTooLong.of(prompt, tokens, config.data.max_prompt_tokens)))
         if tokens + answer > config.engine.context:
-            return TooLong(
+            return OverlongPrompt(
                 f"{prompt}: {tokens} prompt tokens and the longest answer do not fit "
                 f"engine.context = {config.engine.context}"
             )
@@ -173,7 +173,7 @@ class _RowCheck:
             elif length + answer > self.config.engine.context:
                 yield (
                     place,
-                    TooLong(
+                    OverlongPrompt(
                         f"{prompts[place]}: {length} tokens of what teacher {name!r} reads and the longest answer do "
                         f"not fit engine.context = {self.config.engine.context}"
                     ),
@@ -186,7 +186,7 @@ class _RowCheck:
         reach = self.reaches.get(key)
         if reach is None or tokens + answer <= reach.tokens:
             return None
-        return TooLong(
+        return OverlongPrompt(
             f"{prompt}: {tokens} prompt tokens and the longest answer ({answer}) do not fit {key}.path: {reach}"
         )
 

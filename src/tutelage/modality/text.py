@@ -23,6 +23,7 @@ from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
 from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Role, Spread
 from tutelage.modality.prompt_checks import Reaches, check_prompts
+from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.modality.text_learner import build_learner
 from tutelage.modality.text_models import (
     check_top_k,
@@ -40,9 +41,8 @@ from tutelage.models.loading import apply_lora, load_causal_lm, save_hf
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.models.weights import copy_into
 from tutelage.queue.contract import SampleQueue
-from tutelage.rollout.contract import AgentLoop, Send
+from tutelage.rollout.contract import Send
 from tutelage.rollout.runner import RolloutRequest
-from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers import payload
 from tutelage.teachers.client import ResidentTeacher
 from tutelage.teachers.pool import TeacherPool
@@ -134,10 +134,9 @@ class TextModality(Modality):
 
     # ── episodes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _worker(self, loops: Mapping[str, AgentLoop], send: Send) -> AgentLoopWorker:
+    def _episodes(self, send: Send) -> TextEpisodes:
         config = self.config
-        limit, context = config.data.max_prompt_tokens, config.engine.context
-        return AgentLoopWorker(loops, config.rollout.agent_loop, self.tokenizer, limit, send, context)
+        return TextEpisodes(self.tokenizer, config.data.max_prompt_tokens, send, config.engine.context)
 
     def made(self, trajectory: Trajectory) -> tuple[str, None]:
         ids = trajectory.tokens[trajectory.mask].tolist()
@@ -179,6 +178,9 @@ class TextModality(Modality):
 
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
         return {"tokens": float(actions), "length": actions / rows, "tokens_per_second": actions / seconds}
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return self.tokenizer.pieces(ids)
 
     def notes(self) -> list[str]:
         rollout = self.config.rollout

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
-from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Prompt, Trajectory
+from tutelage.data.trajectory import Episode, EpisodeKey, Prompt
 from tutelage.engines.contract import DiffusionSampling, Sampling
 from tutelage.errors import UserError
-from tutelage.rollout.contract import UNBOUNDED, AgentLoop, LoopContext, Send, Tokenizer
+from tutelage.rollout.contract import AgentLoop, EpisodeKind
 
 Outcome = TypeVar("Outcome")
 Seed = Callable[[Prompt, int], int]
@@ -40,11 +40,7 @@ class AgentLoopWorker:
 
     loops: Mapping[str, AgentLoop]
     default_loop: str
-    tokenizer: Tokenizer | None
-    max_prompt_tokens: int
-    send: Send
-    context_tokens: int = UNBOUNDED
-    """engine.context"""
+    kind: EpisodeKind
 
     async def stream(
         self,
@@ -84,14 +80,13 @@ class AgentLoopWorker:
     ) -> Episode | EpisodeFailure:
         """A mistake of the user (`UserError`) stops the run; any other error of a loop fails its episode."""
         name = prompt.agent_loop or self.default_loop
-        context = LoopContext(
-            key, seed, sampling, self.tokenizer, self.max_prompt_tokens, self.send, str(prompt), self.context_tokens
-        )
+        context = self.kind.context(key, seed, sampling, str(prompt))
         try:
             if name not in self.loops:
                 raise UserError(f"{prompt}: no agent loop is named {name!r}; there are {', '.join(sorted(self.loops))}")
             episode = await self.loops[name].run(prompt, context)
             _check(episode, name)
+            return self.kind.finished(episode)
         except UserError:
             raise
         except (Exception, asyncio.CancelledError) as error:
@@ -99,35 +94,18 @@ class AgentLoopWorker:
                 raise
             reason = f"agent loop {name!r} raised {type(error).__name__} on {prompt}: {error}"
             return EpisodeFailure(key, prompt, reason, traceback.format_exc())
-        if all(trajectory.tokens.shape[0] <= self.context_tokens for trajectory in episode.trajectories):
-            return episode
-        return replace(episode, trajectories=tuple(_within(t, self.context_tokens) for t in episode.trajectories))
 
 
 def _cancelled() -> bool:
-    """Whether it is the episode that was cancelled, and not a task which its loop waited for."""
+    """Whether the episode itself was cancelled, rather than a task that its loop waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _check(episode: Episode, name: str) -> None:
-    """What a loop of the user's may get wrong, said before it reaches the queue."""
+    """Refuse what a user's loop may get wrong before it reaches the queue."""
     if not episode.trajectories:
         raise ValueError(f"loop {name!r} returned an episode without trajectories")
     count = len(episode.trajectories)
     if not -count <= episode.reward_from < count:
         raise ValueError(f"reward_from is {episode.reward_from}, but the episode has {count} trajectories")
-    for number, trajectory in enumerate(episode.trajectories):
-        empty = trajectory.tokens.shape[0] == 0
-        if not (empty and "sigmas" in trajectory.extra) and (empty or trajectory.prompt_length == 0):
-            raise ValueError(f"trajectory {number}: the first token cannot be an action, nothing stands before it")
-
-
-def _within(trajectory: Trajectory, length: int) -> Trajectory:
-    """Without what an environment said after the last action and beyond the context: nobody answered it, so nothing is
-    learnt from it, and teacher and learner need not have positions for it."""
-    if trajectory.tokens.shape[0] <= length or bool(trajectory.mask[length:].any()):
-        return trajectory
-    along = {n for n in trajectory.extra if n in COLUMNS and COLUMNS[n].span == "sequence"}
-    extra = {name: value[:length] if name in along else value for name, value in trajectory.extra.items()}
-    return replace(trajectory, tokens=trajectory.tokens[:length], mask=trajectory.mask[:length], extra=extra)
