@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tutelage.algorithms.contract import Algorithm
 from tutelage.algorithms.policy import PolicySettings, task_signal
+from tutelage.config.objectives import PAYLOADS
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch
 from tutelage.errors import UserError
@@ -151,7 +152,7 @@ def flow_distill() -> Algorithm:
     """The teacher's mean of every step that the student took."""
     return Algorithm(
         name="distill",
-        needs=(*STEPS, "teacher_mean"),
+        needs=(*STEPS, *PAYLOADS["step_mean"].columns),
         payload="step_mean",
         losses=(MatchLoss(),),
         note="KL(student step ‖ teacher step) on the student's own latents, exact for each step (both Gaussian, of "
