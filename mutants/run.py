@@ -33,9 +33,11 @@ WORK = ROOT / ".mutants"
 HERE = ROOT / "mutants"
 SEED = 20261118
 SAMPLE = 320
-BUDGET = 90.0
+BUDGET = 30.0
 """Seconds of tests that one mutant gets, by the durations that were measured without a fault."""
 WANTED = 0.95
+BASELINE = ("tests/test_losses.py", "tests/test_advantages.py")
+"""Tests that must pass without a fault before faults count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ def _forked(asked: Sequence[str], tree: Path, limit: float) -> tuple[str, str]:
             code, failure = os.waitstatus_to_exitcode(status), _first_failure(log)
             if code == 0:
                 return "survived", ""
+            if code == 4 and "found no collectors" in log.read_text():
+                return "caught", "a test file cannot be imported"
             if code > 2 or (code > 0 and not failure):
                 raise RuntimeError(f"the tests did not run (exit code {code}), see {log}:\n{log.read_text()[-2000:]}")
             return "caught", failure or f"signal {-code}"
@@ -194,7 +198,7 @@ def _work(number: int, jobs: multiprocessing.SimpleQueue, results: multiprocessi
     tree = copy_of_tree(number)
     try:
         known = sorted({test for lines in tests.lines.values() for test in lines.get(0, ())})
-        quickest = [test for test in known if tests.seconds.get(test, 1.0) < 0.2][::15][:60]
+        quickest = [test for test in known if test.startswith(BASELINE)]
         if (found := _forked(quickest, tree, 300.0))[0] != "survived":
             raise RuntimeError(f"without any fault, tests fail: {found}")
         while (mutant := jobs.get()) is not None:

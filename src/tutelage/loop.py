@@ -106,7 +106,7 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
     """A run from its parts to its summary. Nothing is written before models and data have been checked."""
     with Display(config.steps, config.name) as display:
         run = open_run(config, directory, display)
-        run.recorder.note(f"objective: {run.parts.algorithm.note}", notes.truncated_sampling(config.rollout))
+        run.recorder.note(f"objective: {run.parts.algorithm.note}", *run.parts.modality.notes())
         try:
             yield run
         except RunLost as error:
@@ -222,8 +222,9 @@ async def _record(
 ) -> None:
     """Complete the metrics of the step and write them down, with the episodes that the recipe keeps."""
     parts, config, recorder = run.parts, run.parts.config, run.recorder
-    text, seconds = parts.tokenizer is not None, metrics["step_seconds"]
-    metrics |= await batch_metrics(parts.queue, ref, reward_weights(config), seconds, text=text)
+    metrics |= await batch_metrics(parts.queue, ref, reward_weights(config))
+    actions = sum(int(ref.tags[key]["actions"]) for key in ref.keys)
+    metrics |= parts.modality.step_metrics(actions, len(ref), metrics["step_seconds"])
     generate, teacher = await parts.backend.seconds()  # embedded they take turns, so their times do not overlap
     update = run.display.phase_metrics().get("seconds/update", 0.0)
     metrics |= {"replaced_groups": float(run.replaced)}
@@ -235,7 +236,8 @@ async def _record(
     recorder.note(notes.reference_gap(metrics))
     teacher_of = parts.teachers.route if parts.teachers.teachers else lambda prompt: None
     kept = config.record.rollouts
-    rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, parts.tokenizer, teacher_of)
+    pieces = parts.modality.pieces if parts.modality.has_text else None
+    rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, pieces, teacher_of)
     recorder.step(run.step, metrics, await parts.backend.timeline(), rows)
     advice = notes.flat_rewards(chosen, config.rollout.samples, run.step, metrics)
     if advice is not None and not run.told_flat:

@@ -9,7 +9,6 @@ import torch
 from tutelage.algorithms.contract import Episodes
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, Prompt
-from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.run_directory import RolloutRow
 from tutelage.rollout.judges import part_means
@@ -23,13 +22,8 @@ def shown_rows(kept: str, ref: BatchRef) -> int:
     return min({"all": len(ref), "sample": SAMPLED_ROLLOUTS, "none": 0}[kept], len(ref))
 
 
-async def batch_metrics(
-    queue: SampleQueue, ref: BatchRef, weights: Mapping[str, float], seconds: float, *, text: bool
-) -> dict[str, float]:
-    """Metrics of a step's batch: the rewards one by one, what top-k teachers left out, sizes and throughput.
-
-    `weights` are those of the rewards; `seconds` is the time of the step; `text` says that actions are tokens.
-    """
+async def batch_metrics(queue: SampleQueue, ref: BatchRef, weights: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a step's batch: the rewards one by one, by their `weights`, what teachers left out, and sizes."""
     metrics: dict[str, float] = {}
     lengths = torch.tensor([int(ref.tags[key]["actions"]) for key in ref.keys])
     actions = int(lengths.sum())
@@ -39,10 +33,6 @@ async def batch_metrics(
     if "teacher_mass_outside" in ref.columns:
         outside = (await queue.get(ref, ("teacher_mass_outside",))).rows["teacher_mass_outside"]
         metrics["teacher_mass_outside"] = float((outside * lengths).sum() / max(actions, 1))
-    if text:
-        metrics |= {"tokens": float(actions), "length": actions / len(ref), "tokens_per_second": actions / seconds}
-    else:
-        metrics |= {"trained_steps": float(actions), "pictures_per_second": len(ref) / seconds}
     return metrics | {
         "trajectories": float(len(ref)),
         "failed_groups": float(len(ref.failed)),
@@ -56,20 +46,20 @@ async def rollout_rows(
     kept: str,
     columns: Mapping[str, Ragged],
     prompts: Sequence[Prompt],
-    tokenizer: SafeTokenizer | None,
+    pieces: Callable[[list[int]], Sequence[str]] | None,
     teacher_of: Callable[[Prompt], str | None],
 ) -> list[RolloutRow]:
     """The first episodes of a step as the record keeps them; none if there is no text to show.
 
-    `columns` is what the learner saw at every action of these rows.
+    `columns` is what the learner saw at every action of these rows; `pieces` gives the text of each token id.
     """
     shown = ref.rows(range(shown_rows(kept, ref)))
-    if not shown.keys or "student_logp" not in columns or tokenizer is None:
+    if not shown.keys or "student_logp" not in columns or pieces is None:
         return []
     batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward"))
     by_uid = {prompt.uid: prompt for prompt in prompts}
     return [
-        _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), tokenizer, teacher_of)
+        _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), pieces, teacher_of)
         for number, key in enumerate(batch.keys)
     ]
 
@@ -80,7 +70,7 @@ def _rollout_row(
     columns: Mapping[str, Ragged],
     prompt: Prompt,
     finish: str,
-    tokenizer: SafeTokenizer,
+    pieces: Callable[[list[int]], Sequence[str]],
     teacher_of: Callable[[Prompt], str | None],
 ) -> RolloutRow:
     ids = batch.columns["tokens"].row(number)[batch.columns["mask"].row(number)].tolist()
@@ -89,7 +79,7 @@ def _rollout_row(
         key=batch.keys[number],
         prompt=prompt.request,
         teacher=teacher_of(prompt),
-        pieces=tuple(tokenizer.pieces(ids)),
+        pieces=tuple(pieces(ids)),
         ids=tuple(ids),
         student_logp=tuple(columns["student_logp"].row(number).tolist()),
         teacher_logp=_row(columns, "teacher_logp", number),

@@ -6,17 +6,7 @@ from collections.abc import Mapping
 
 from tutelage.config.algorithms import Learning
 from tutelage.config.diffusion import Compared
-from tutelage.config.schema import Distill, Grpo, Rollout, TextRollout
-
-
-def truncated_sampling(rollout: Rollout) -> str | None:
-    """A warning if samples do not come from the distribution that is trained."""
-    if not isinstance(rollout, TextRollout) or (rollout.top_p == 1 and rollout.top_k == 0):
-        return None
-    return (
-        f"rollout.top_p = {rollout.top_p:g} and rollout.top_k = {rollout.top_k} cut the tail off: samples do not "
-        "come from the distribution that is trained; the metric mass_cut says how much of it they miss"
-    )
+from tutelage.config.schema import Distill, Grpo
 
 
 def flat_rewards(algorithm: Learning, samples: int, step: int, metrics: Mapping[str, float]) -> str | None:
