@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig
 
 import tiny
 import tiny_paint
-from tutelage.checkpoint import store as checkpoint
+from checkpoints import load as load_checkpoint
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.errors import UserError
@@ -367,7 +367,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_saved(
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir()) == ["step-000002"]
     assert not (run / "summary.json").exists()
     assert main(["resume", str(run)]) == 0
-    assert checkpoint.load(CheckpointStore(run / "checkpoints", 1).latest()).step == 4
+    assert load_checkpoint(CheckpointStore(run / "checkpoints", 1).latest()).step == 4
     assert [line["step"] for line in tiny.lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
