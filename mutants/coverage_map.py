@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PLUGIN = """
@@ -31,12 +31,25 @@ class Tests:
     lines: dict[str, dict[int, list[str]]]
     """path → line → node ids; line 0: all tests that run any line of the file"""
     seconds: dict[str, float]
+    _slowest: dict[str, float] = field(default_factory=dict)
 
     def of(self, path: str, line: int) -> list[str]:
-        """Tests that run a line, the quickest first; those of the whole file for lines that run at import."""
+        """Tests that run a line; those of the whole file for lines that run at import.
+
+        Files whose slowest test is quick come first: what takes long there is mostly a fixture, which the first test of
+        the file pays for, whichever it is.
+        """
         covered = self.lines.get(path, {})
         found = covered.get(line) or covered.get(0, [])
-        return sorted(found, key=lambda test: self.seconds.get(test, 1.0))
+        return sorted(found, key=lambda test: (self.slowest(test), self.seconds.get(test, 1.0), test))
+
+    def slowest(self, test: str) -> float:
+        """Seconds of the slowest test in the file of this one."""
+        if not self._slowest:
+            for name, seconds in self.seconds.items():
+                file = name.split("::")[0]
+                self._slowest[file] = max(self._slowest.get(file, 0.0), seconds)
+        return self._slowest.get(test.split("::")[0], 1.0)
 
 
 def measure(root: Path, work: Path, targets: Sequence[str], tests: Sequence[str]) -> Tests:

@@ -168,7 +168,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, ast.USub | ast.Not | ast.Invert):
+        literal = isinstance(node.operand, ast.Constant)  # -1 and 1 are the same dimension of many tensors
+        if isinstance(node.op, ast.USub | ast.Not | ast.Invert) and not literal:
             self.add(node, f"({self.text(node.operand)})")
         self.generic_visit(node)
 

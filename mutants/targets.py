@@ -21,5 +21,8 @@ NOT_RUN = {
 }
 """Tests of clusters, of benchmarks and of documents: slow, or about other things."""
 
-ELSEWHERE: dict[str, tuple[str, ...]] = {"src/tutelage/learner/fsdp.py": ("tests/test_fsdp.py",)}
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "src/tutelage/learner/fsdp.py": ("tests/test_fsdp.py",),
+    "src/tutelage/learner/step.py": ("tests/test_fsdp.py",),
+}
 """Tests that run a file in other processes, where coverage does not see it."""
