@@ -62,7 +62,7 @@ NAMED = (
     Named(
         "a higher reward is not better",
         "src/tutelage/config/measures.py",
-        '    "reward": "higher",\n',
-        '    "reward": "lower",\n',
+        'Measure("Reward", "higher", ',
+        'Measure("Reward", "lower", ',
     ),
 )
