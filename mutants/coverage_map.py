@@ -32,19 +32,27 @@ class Tests:
     """path → line → node ids; line 0: all tests that run any line of the file"""
     seconds: dict[str, float]
     _slowest: dict[str, float] = field(default_factory=dict)
+    _breadth: dict[str, int] = field(default_factory=dict)
 
     def of(self, path: str, line: int) -> list[str]:
-        """Tests that run a line; those of the whole file for lines that run at import.
-
-        Files whose slowest test is quick come first: what takes long there is mostly a fixture, which the first test of
-        the file pays for, whichever it is.
-        """
+        """Tests that run a line, the most specific first: those that run the fewest lines of the code looked at. For
+        lines that run at import, the tests of the whole file."""
         covered = self.lines.get(path, {})
         found = covered.get(line) or covered.get(0, [])
-        return sorted(found, key=lambda test: (self.slowest(test), self.seconds.get(test, 1.0), test))
+        return sorted(found, key=lambda test: (self.breadth(test), self.seconds.get(test, 1.0), test))
+
+    def breadth(self, test: str) -> int:
+        """Lines that a test runs."""
+        if not self._breadth:
+            for of_file in self.lines.values():
+                for number, tests in of_file.items():
+                    for name in tests if number else ():
+                        self._breadth[name] = self._breadth.get(name, 0) + 1
+        return self._breadth.get(test, 0)
 
     def slowest(self, test: str) -> float:
-        """Seconds of the slowest test in the file of this one."""
+        """Seconds of the slowest test in the file of this one: what takes long there is mostly a fixture, and the first
+        test of the file pays for it, whichever it is."""
         if not self._slowest:
             for name, seconds in self.seconds.items():
                 file = name.split("::")[0]

@@ -22,6 +22,7 @@ from tutelage.losses.distillation import (
     buckets,
     contained,
     forward_kl,
+    forward_kl_topk,
     jsd,
     k1,
     k2,
@@ -437,3 +438,9 @@ def test_shared_ids_need_memory_for_k_not_for_its_square() -> None:
         contained(ids, ids + 500)
         repeats(ids, ids + 500)
     assert 0 < largest.elements <= 2 * 2000
+
+
+def test_verls_top_k_takes_neither_log_prob_below_minus_ten() -> None:
+    student, teacher = torch.tensor([[-12.0, -1.0]]), torch.tensor([[-0.5, -14.0]])
+    expected = math.exp(-0.5) * (-0.5 + 10.0) + math.exp(-10.0) * (-10.0 + 1.0)
+    assert float(forward_kl_topk(student.double(), teacher.double())) == pytest.approx(expected, rel=1e-9)

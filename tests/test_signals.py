@@ -17,7 +17,7 @@ from tutelage.algorithms.build import build_algorithm, policy_settings
 from tutelage.algorithms.contract import Algorithm
 from tutelage.algorithms.distill import SupervisedLoss
 from tutelage.algorithms.objectives import OBJECTIVES, register_objective
-from tutelage.algorithms.policy import ClippedLoss
+from tutelage.algorithms.policy import ClippedLoss, reward_metrics
 from tutelage.cli import main
 from tutelage.config.load import ConfigError, load
 from tutelage.config.objectives import OBJECTIVES as KNOWN
@@ -382,3 +382,8 @@ def test_what_a_reward_may_use_is_shown_where_it_is_set(tmp_path: Path, capsys: 
     assert "[MY_KEY]" in shown["rewards.right.env"]
     assert "2.0" in shown["rewards.right.memory_gb"]
     assert "rewards.right.network" not in shown
+
+
+def test_rewards_are_summed_up_by_mean_and_extremes() -> None:
+    assert reward_metrics(torch.tensor([1.0, 2.0, 6.0])) == {"reward": 3.0, "reward_min": 1.0, "reward_max": 6.0}
+    assert reward_metrics(torch.empty(0)) == {}
