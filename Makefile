@@ -40,7 +40,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.rollout_path
 	$(BIN)/python -m bench.flow_step
 
-# Faults in the code that decides what is learned; the tests must notice them. About an hour.
+# Faults in the code that decides what is learned; the tests must notice them. Wants an idle machine.
 mutants: $(READY)
 	$(BIN)/python -m mutants.run
 
