@@ -13,7 +13,7 @@ from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.config.schema import RunConfig
 from tutelage.data.notes import Progress, Report, silent, unseen
 from tutelage.data.prompts import Prompts, PromptSet, PromptStream
-from tutelage.engines.contract import DiffusionOutput, DiffusionRequest, GenerateRequest, Generation
+from tutelage.engines.contract import AnyOutput, AnyRequest
 from tutelage.modality import modality_of
 from tutelage.modality.contract import Modality
 from tutelage.models.tokenizers import SafeTokenizer
@@ -55,6 +55,7 @@ def assemble(config: RunConfig, report: Report = silent, progress: Progress = un
     enter(config)
     modality = modality_of(config, report)
     modality.require_packages()
+    modality.check_engines()
     prompts = Prompts.load(config, report)
     if config.runtime == "ray":
         return _on_ray(modality, prompts, progress)
@@ -69,7 +70,7 @@ def _inline(modality: Modality, prompts: Prompts, progress: Progress) -> Parts:
     judges = Judges(config, modality.made, queue, teachers, embedded.reference, rewards)
     router = Router("student", [embedded.student])
 
-    async def send(request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
+    async def send(request: AnyRequest) -> AnyOutput:
         return await router.call(request.order[:2], lambda replica: replica.generate(request))
 
     seed_rng(config.seed)  # no part draws from the global generators, but plugins may
@@ -83,7 +84,7 @@ def _inline(modality: Modality, prompts: Prompts, progress: Progress) -> Parts:
         backend=InlineBackend(
             embedded.learner,
             embedded.student,
-            dict(embedded.teachers),
+            embedded.teachers,
             embedded.reference,
             rewards,
             config.engine.score_every,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from tutelage.checkpoint.sharded import load_shards
 from tutelage.checkpoint.store import Best, Checkpoint, CheckpointStore
 from tutelage.data.notes import Report
 from tutelage.data.ragged import Ragged
-from tutelage.engines.contract import GenerateRequest, Generation
+from tutelage.engines.contract import Engine, GenerateRequest, Generation
 from tutelage.engines.scheduler import InlineScheduler
-from tutelage.engines.weights import publish
 from tutelage.learner.ranks import alone
 from tutelage.learner.schedule import Schedule
 from tutelage.learner.step import Learner, Trainable
@@ -34,23 +33,24 @@ class InlineBackend:
     """Student, teachers and learner in this process."""
 
     learner: Learner
-    student: Any
-    """shares the learner's weights"""
-    teachers: dict[str, Any]
-    reference: Any
+    student: Engine
+    teachers: Mapping[str, Engine]
+    reference: Engine | None
     rewards: RewardPool | None
     score_every: int
     report: Report
 
     @property
-    def engines(self) -> list[Any]:
-        """TorchEngine or DiffusionEngine; they share the engine contract, counts and ticks."""
+    def engines(self) -> list[Engine]:
         reference = [self.reference] if self.reference is not None else []
         return [self.student, *self.teachers.values(), *reference]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with InlineScheduler(self.engines, self.score_every):
+        async with AsyncExitStack() as stack:
+            for engine in self.engines:
+                await stack.enter_async_context(engine.running())
+            await stack.enter_async_context(InlineScheduler(self.engines, self.score_every))
             try:
                 if self.rewards is not None:
                     await self.rewards.start()
@@ -71,18 +71,26 @@ class InlineBackend:
         return await self.learner.measure(ref, columns)
 
     async def publish(self, version: int) -> None:
-        await publish([self.student], version, None)
+        shared = self.student.shares_weights
+        await self.student.load(version, None if shared else self.learner.student.weights)
 
     @asynccontextmanager
     async def averaged(self, version: int) -> AsyncIterator[None]:
-        self.learner.student.swap()
-        try:
+        async with AsyncExitStack() as stack:
+            if self.learner.student.average:
+                await self._swap(version)
+                stack.push_async_callback(self._swap, version)
             yield
-        finally:
-            self.learner.student.swap()
+
+    async def _swap(self, version: int) -> None:
+        """Exchange the weights and their running mean, also in an engine that has a copy of its own."""
+        self.learner.student.swap()
+        if not self.student.shares_weights:
+            await self.publish(version)
 
     async def write(self, teacher: str, request: GenerateRequest) -> Generation:
-        answer: Generation = await self.teachers[teacher].generate(request)
+        answer = await self.teachers[teacher].generate(request)
+        assert isinstance(answer, Generation)
         return answer
 
     async def seconds(self) -> tuple[float, float]:
@@ -110,7 +118,7 @@ class InlineBackend:
         return found
 
 
-def take_seconds(engines: Sequence[Any]) -> tuple[float, float]:
+def take_seconds(engines: Sequence[Engine]) -> tuple[float, float]:
     """Return the seconds that engines spent on generation and on scoring, and reset them."""
     generate = sum(engine.counts.generate_seconds for engine in engines)
     score = sum(engine.counts.score_seconds for engine in engines)

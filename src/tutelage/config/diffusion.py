@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from tutelage.config.algorithms import Learning
-from tutelage.config.base import ReadWhen
+from tutelage.config.base import ReadWhen, Section
+from tutelage.config.engines import known_engine
 from tutelage.config.schema import (
     Engines,
     Evaluation,
@@ -31,11 +32,33 @@ class DiffusionStudent(Model):
     """Train a low-rank adapter instead of all weights of the transformer; the reference then costs no memory."""
 
 
+class DiffusionTeacherEngineSettings(Section):
+    kind: str = "diffusion"
+    """Engine that scores: diffusion, in the process of its replica."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        return known_engine(kind, "media")
+
+
+class DiffusionEngineSettings(Engines):
+    kind: str = "diffusion"
+    """Engine that generates: diffusion, which shares the learner's weights when both are in one process."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        return known_engine(kind, "media")
+
+
 class DiffusionTeacher(TeacherModel):
     guidance: float = Field(1.0, ge=1)
     """Classifier-free guidance of the teacher's own predictions; never copied from the student."""
     batch_steps: int = Field(64, ge=1)
     """Denoising steps that one scoring batch holds at most."""
+    engine: DiffusionTeacherEngineSettings = DiffusionTeacherEngineSettings()
+    """The engine of its replicas."""
 
 
 class DiffusionRollout(Rollout):
@@ -183,8 +206,8 @@ class DiffusionConfig(RunConfig):
     """How the student acts while it learns."""
     validation: DiffusionValidation = DiffusionValidation()
     """How the student is evaluated."""
-    engine: Engines = Engines()
-    """The embedded engine."""
+    engine: DiffusionEngineSettings = DiffusionEngineSettings()
+    """The engine that generates."""
     algorithm: Annotated[
         Annotated[FlowGrpo, Tag("flow_grpo")]
         | Annotated[DiffusionNft, Tag("diffusion_nft")]

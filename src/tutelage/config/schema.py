@@ -22,6 +22,7 @@ from tutelage.config.algorithms import (
     Reinforcement,
 )
 from tutelage.config.base import ON_RAY, Rare, ReadWhen, Section
+from tutelage.config.engines import known_engine
 from tutelage.config.measures import best_mistake
 from tutelage.config.objectives import OBJECTIVES
 from tutelage.config.pools import fill_pools, pool_mistakes
@@ -79,6 +80,16 @@ class Student(Model):
     """Train a low-rank adapter instead of all weights."""
 
 
+class TeacherEngineSettings(Section):
+    kind: str = "torch"
+    """Engine that scores: torch, in the process of its replica."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        return known_engine(kind, "text")
+
+
 class TeacherModel(Model):
     """What teachers of all modalities have."""
 
@@ -93,6 +104,8 @@ class Teacher(TeacherModel):
     """A system prompt only the teacher sees; `{column}` is replaced by that column of the prompt's row."""
     batch_tokens: int = Field(1024, ge=1)
     """Tokens that one scoring batch holds at most (a longer sequence is a batch of its own)."""
+    engine: TeacherEngineSettings = TeacherEngineSettings()
+    """The engine of its replicas."""
     max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
     """Log-probs per token that its engine can give; null is no limit, as with the embedded engine."""
 
@@ -213,9 +226,16 @@ class Engines(Section):
 
 
 class Engine(Engines):
+    kind: str = "torch"
+    """Engine that generates: torch, which shares the learner's weights when both are in one process."""
     context: int = Field(2048, ge=2)
     """Tokens that a sequence may have, prompt and all turns; an answer that reaches this ends with finish `length`. The
     cache grows up to this as needed."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        return known_engine(kind, "text")
 
 
 class Learner(Section):
@@ -373,7 +393,7 @@ class RunConfig(Section):
     validation: Evaluation = Evaluation()
     """How the student is evaluated."""
     engine: Engines = Engines()
-    """The embedded engine."""
+    """The engine that generates."""
     algorithm: Learning
     """What is learned from the episodes."""
     optimizer: UpdateRule = UpdateRule()
@@ -428,7 +448,7 @@ class Config(RunConfig):
     validation: Validation = Validation()
     """How the student is evaluated."""
     engine: Engine = Engine()
-    """The embedded engine."""
+    """The engine that generates."""
     algorithm: AnyAlgorithm = Distill()
     """What is learned from the episodes."""
     optimizer: Optimizer = Optimizer()

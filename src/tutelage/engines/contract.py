@@ -8,12 +8,15 @@ only and returns arrays that align with them. `load` takes new weights and forge
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
+from tutelage.config.engines import Abilities, ScoreField
 from tutelage.data.trajectory import Key
 
 
@@ -156,6 +159,17 @@ class Want:
     step_mean: bool = False
     """of denoising steps: where the scorer would have gone"""
 
+    def fields(self) -> tuple[ScoreField, ...]:
+        """The names of what is asked for."""
+        asked: dict[ScoreField, bool] = {
+            "sampled": self.sampled,
+            "top_k": self.top_k > 0,
+            "given": self.given,
+            "hidden": self.hidden,
+            "step_mean": self.step_mean,
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
@@ -220,15 +234,54 @@ class EngineError(RuntimeError):
     """An engine could not serve a request."""
 
 
-class Engine(Protocol):
-    """A generation and scoring back end."""
+AnyRequest = GenerateRequest | DiffusionRequest
+AnyOutput = Generation | DiffusionOutput
+AnyScoreRequest = ScoreRequest | StepScoreRequest
 
-    async def generate(self, request: GenerateRequest) -> Generation: ...
 
-    async def score(self, request: ScoreRequest) -> Scores: ...
+@dataclass(slots=True)
+class EngineCounts:
+    """What an engine has done; every engine adds counts of its own."""
 
+    generate_seconds: float = 0.0
+    score_seconds: float = 0.0
+
+
+class Engine(ABC):
+    """A generation and scoring back end. Nothing here says when or where it computes: an engine may be driven by the
+    scheduler of this process (`engines.embedded`), run in a process of its own, or be a server elsewhere."""
+
+    abilities: Abilities
+    """what it can do; a request beyond that raises EngineError"""
+    version: int
+    """of the weights that it computes with"""
+    shares_weights: bool
+    """whether the learner's tensors are its own, so that nothing has to be copied into it"""
+    counts: EngineCounts
+
+    @abstractmethod
+    async def generate(self, request: AnyRequest) -> AnyOutput:
+        """Continue tokens or make media. An aborted request returns its partial output."""
+
+    @abstractmethod
+    async def score(self, request: AnyScoreRequest) -> Scores:
+        """Score the actions of one trajectory."""
+
+    @abstractmethod
     def abort(self, id: str) -> None:
         """End a generation; its `generate` returns the partial output. Unknown ids are ignored."""
 
+    @abstractmethod
     async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
         """Take weights of that version (None: the weights are shared and already in place) and drop old caches."""
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Requests that wait or are under way."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start what the engine needs on entry and stop it on exit. An engine that needs nothing leaves this as it
+        is."""
+        yield

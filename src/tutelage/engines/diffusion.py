@@ -1,4 +1,4 @@
-"""The embedded engine for diffusion models: pictures of many requests are denoised together, a step at a tick.
+"""The embedded engine for diffusion models: it denoises the media of many requests together, one step per tick.
 
 Requests wait in key order and are admitted as a batch that stays together to the end. All noise of a request comes from
 its own seed before its first step, so what it becomes does not depend on what shares the batch.
@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tutelage.config.engines import ENGINES
 from tutelage.engines.contract import (
+    AnyRequest,
+    AnyScoreRequest,
     DiffusionOutput,
     DiffusionRequest,
     DiffusionSampling,
+    EngineCounts,
     EngineError,
     Scores,
     StepScoreRequest,
 )
+from tutelage.engines.embedded import EmbeddedEngine, refuse
+from tutelage.engines.registry import DiffusionSpec
 from tutelage.models.flow.contract import Batch, Conditioning, FlowModel, Size, repeated
 from tutelage.models.weights import trainable
 from tutelage.policy import flow
@@ -38,7 +43,7 @@ NO_MEDIA = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(slots=True)
-class PaintCounts:
+class DiffusionCounts(EngineCounts):
     """What the engine has done."""
 
     prompts_encoded: int = 0
@@ -47,8 +52,6 @@ class PaintCounts:
     """denoising steps of single media"""
     score_batches: int = 0
     steps_scored: int = 0
-    generate_seconds: float = 0.0
-    score_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class _Row:
 
 
 @dataclass(slots=True)
-class _Canvas:
+class _Denoising:
     """Requests with the same settings, denoised in step."""
 
     rows: list[_Row]
@@ -86,37 +89,40 @@ class _Canvas:
     stages: list[Tensor] = field(default_factory=list)
 
 
-class DiffusionEngine:
-    """Serves paint and score requests; the scheduler drives it."""
+class DiffusionEngine(EmbeddedEngine[_Row, StepScoreRequest]):
+    """Serves generate and score requests; the scheduler drives it."""
 
-    def __init__(self, model: FlowModel, *, slots: int = 32, guidance: float = 1.0, batch_steps: int = 64) -> None:
+    abilities = ENGINES["diffusion"]
+
+    def __init__(
+        self,
+        model: FlowModel,
+        *,
+        slots: int = 32,
+        guidance: float = 1.0,
+        batch_steps: int = 64,
+        shares_weights: bool = False,
+    ) -> None:
         """`guidance` and `batch_steps` are those of scores."""
-        self.model, self.slots = model, slots
-        self.guidance, self.batch_steps = guidance, batch_steps
-        self.version = 0
-        self.counts = PaintCounts()
-        self.on_work: Callable[[], None] = lambda: None
-        """called when a request arrives"""
-        self._order = itertools.count()
-        self._waiting: list[tuple[tuple[object, ...], int, _Row]] = []
-        self._active: list[_Canvas] = []
-        self._scores: list[tuple[tuple[object, ...], int, StepScoreRequest, asyncio.Future[Scores]]] = []
+        super().__init__(shares_weights=shares_weights, batch_size=batch_steps)
+        self.model, self.slots, self.guidance = model, slots, guidance
+        self.counts: DiffusionCounts = DiffusionCounts()
+        self._active: list[_Denoising] = []
         self._encoded: OrderedDict[tuple[str, str | None], Conditioning] = OrderedDict()
 
     # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, request: DiffusionRequest) -> DiffusionOutput:
+    async def generate(self, request: AnyRequest) -> DiffusionOutput:
+        if not isinstance(request, DiffusionRequest):
+            raise EngineError(f"request {request.id}: this engine makes media; it continues no tokens")
         future: asyncio.Future[DiffusionOutput] = asyncio.get_running_loop().create_future()
-        row = _Row(request, future, time.perf_counter())
-        heapq.heappush(self._waiting, (request.order, next(self._order), row))
-        self.on_work()
+        self._wait(request.order, _Row(request, future, time.perf_counter()))
         return await future
 
-    async def score(self, request: StepScoreRequest) -> Scores:
-        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._scores, (tuple(request.key), next(self._order), request, future))
-        self.on_work()
-        return await future
+    async def score(self, request: AnyScoreRequest) -> Scores:
+        if not isinstance(request, StepScoreRequest) or set(request.want.fields()) - {"step_mean"}:
+            raise EngineError(f"{request.key}: this engine scores denoising steps, not tokens")
+        return await self._scored(request)
 
     def abort(self, id: str) -> None:
         """A request that waits is told; one under way has few steps left and is finished."""
@@ -137,69 +143,38 @@ class DiffusionEngine:
     # ── what the scheduler calls ─────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def generating(self) -> bool:
-        return bool(self._active or self._waiting)
-
-    @property
     def writing(self) -> int:
-        """Paint requests that wait or are under way."""
-        return len(self._waiting) + sum(len(canvas.rows) for canvas in self._active)
+        return len(self._waiting) + sum(len(batch.rows) for batch in self._active)
 
-    @property
-    def scoring(self) -> int:
-        """Score requests that wait."""
-        return len(self._scores)
-
-    @torch.no_grad()
-    def tick(self) -> None:
+    def _tick(self) -> None:
         """Admit what fits and take one denoising step of everything under way."""
-        started = time.perf_counter()
-        try:
-            self._admit()
-            for canvas in self._active:
-                self._step(canvas)
-            self.counts.ticks += 1
-            for canvas in [canvas for canvas in self._active if canvas.at == canvas.sampling.steps]:
-                self._finish(canvas)
-                self._active.remove(canvas)
-        except Exception as error:
-            self._fail(error)
-            raise
-        finally:
-            self.counts.generate_seconds += time.perf_counter() - started
+        self._admit()
+        for batch in self._active:
+            self._step(batch)
+        self.counts.ticks += 1
+        for batch in [batch for batch in self._active if batch.at == batch.sampling.steps]:
+            self._finish(batch)
+            self._active.remove(batch)
 
-    @torch.no_grad()
-    def score_batch(self) -> None:
-        """Compute the score requests that come first and have the same settings."""
-        batch: list[tuple[StepScoreRequest, asyncio.Future[Scores]]] = []
-        size = 0
-        while self._scores and (not batch or size + len(self._scores[0][2].latents) <= self.batch_steps):
-            if batch and self._scores[0][2].sampling != batch[0][0].sampling:
-                break
-            _, _, request, future = heapq.heappop(self._scores)
-            size += len(request.latents)
-            batch.append((request, future))
-        if not batch:
-            return
-        started = time.perf_counter()
-        try:
-            means = self._means([request for request, _ in batch])
-        except Exception as error:
-            for _, future in batch:
-                _refuse(future, "scoring failed", error)
-            self._fail(error)
-            raise
-        finally:
-            self.counts.score_seconds += time.perf_counter() - started
-        for (_, future), mean in zip(batch, means, strict=True):
-            if not future.done():
-                future.set_result(Scores(step_mean=mean))
+    def _score(self, requests: Sequence[StepScoreRequest]) -> list[Scores]:
+        return [Scores(step_mean=mean) for mean in self._means(requests)]
 
-    # ── painting ─────────────────────────────────────────────────────────────────────────────────────────────────
+    def _size(self, request: StepScoreRequest) -> int:
+        return len(request.latents)
+
+    def _joins(self, first: StepScoreRequest, request: StepScoreRequest) -> bool:
+        return request.sampling == first.sampling
+
+    def _take_under_way(self) -> list[asyncio.Future[Any]]:
+        rows = [row for batch in self._active for row in batch.rows] + [entry[2] for entry in self._waiting]
+        self._active, self._waiting = [], []
+        return [row.future for row in rows]
+
+    # ── denoising ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
         admitted: dict[DiffusionSampling, list[_Row]] = {}
-        room = self.slots - sum(len(canvas.rows) for canvas in self._active)
+        room = self.slots - sum(len(batch.rows) for batch in self._active)
         now = time.perf_counter()
         while self._waiting and room > 0:
             row = heapq.heappop(self._waiting)[2]
@@ -210,13 +185,13 @@ class DiffusionEngine:
             room -= 1
         try:
             for sampling, rows in admitted.items():
-                self._active.append(self._canvas(rows, sampling))
+                self._active.append(self._begin(rows, sampling))
         except Exception as error:
             for row in (row for rows in admitted.values() for row in rows):
-                _refuse(row.future, "painting failed", error)
+                refuse(row.future, "generation failed", error)
             raise
 
-    def _canvas(self, rows: list[_Row], sampling: DiffusionSampling) -> _Canvas:
+    def _begin(self, rows: list[_Row], sampling: DiffusionSampling) -> _Denoising:
         size = Size(sampling.height, sampling.width, sampling.frames)
         shape = self.model.latent_shape(size)
         first, end = sampling.window
@@ -224,7 +199,7 @@ class DiffusionEngine:
         noise = torch.stack([_noise(row.request.seed, (1 + end - first, *shape)) for row in rows])
         conditions = [self._encode(row.request.prompt, row.request.negative, sampling.guidance) for row in rows]
         sigmas = self.model.sigmas(sampling.steps, size).cpu()
-        return _Canvas(
+        return _Denoising(
             rows,
             sampling,
             noise[:, 0].to(self.model.device),
@@ -245,65 +220,65 @@ class DiffusionEngine:
                 self._encoded.popitem(last=False)
         return self._encoded[key]
 
-    def _step(self, canvas: _Canvas) -> None:
-        at, sampling = canvas.at, canvas.sampling
-        x, rows = canvas.latents, len(canvas.rows)
+    def _step(self, batch: _Denoising) -> None:
+        at, sampling = batch.at, batch.sampling
+        x, rows = batch.latents, len(batch.rows)
         if sampling.stages:
-            canvas.stages.append(self.model.decode(x))
-        sigma, after = (canvas.sigmas[i].expand(rows).to(x.device) for i in (at, at + 1))
-        velocity = self.model.velocity(x, sigma, canvas.conditioning, sampling.guidance)
+            batch.stages.append(self.model.decode(x))
+        sigma, after = (batch.sigmas[i].expand(rows).to(x.device) for i in (at, at + 1))
+        velocity = self.model.velocity(x, sigma, batch.conditioning, sampling.guidance)
         first, end = sampling.window
         if first <= at < end:
-            noise = canvas.noise[:, at - first].to(x.device)
+            noise = batch.noise[:, at - first].to(x.device)
             step = flow.step(
                 x, velocity, sigma, after, kind=sampling.kind, noise_level=sampling.noise_level, noise=noise
             )
             if sampling.capture:
                 assert step.log_prob is not None
-                canvas.before.append(x)
-                canvas.after.append(step.sample)
-                canvas.logp.append(step.log_prob)
-                canvas.versions.append(self.version)
+                batch.before.append(x)
+                batch.after.append(step.sample)
+                batch.logp.append(step.log_prob)
+                batch.versions.append(self.version)
                 if sampling.means:
-                    canvas.means.append(step.mean)
+                    batch.means.append(step.mean)
         else:
             step = flow.step(x, velocity, sigma, after, kind="ode")
-        canvas.latents, canvas.at = step.sample, at + 1
+        batch.latents, batch.at = step.sample, at + 1
         self.counts.steps += rows
 
-    def _finish(self, canvas: _Canvas) -> None:
+    def _finish(self, batch: _Denoising) -> None:
         """Decode, and give everyone what belongs to them, as tensors with memory of their own."""
-        media = self.model.decode(canvas.latents).cpu()
-        if canvas.sampling.stages:
-            canvas.stages.append(self.model.decode(canvas.latents))
+        media = self.model.decode(batch.latents).cpu()
+        if batch.sampling.stages:
+            batch.stages.append(self.model.decode(batch.latents))
         taken = {
             name: torch.stack(steps, 1).cpu().unbind()
             for name in ("logp", "before", "after", "means")
-            if (steps := getattr(canvas, name))
+            if (steps := getattr(batch, name))
         }
-        mask = torch.zeros(canvas.sampling.steps, dtype=torch.bool)
-        mask[slice(*canvas.sampling.window)] = canvas.sampling.capture
-        version = torch.tensor(canvas.versions, dtype=torch.int32)
-        common = DiffusionOutput(NO_MEDIA, canvas.sigmas[:-1], canvas.timesteps, mask, torch.empty(0), version)
+        mask = torch.zeros(batch.sampling.steps, dtype=torch.bool)
+        mask[slice(*batch.sampling.window)] = batch.sampling.capture
+        version = torch.tensor(batch.versions, dtype=torch.int32)
+        common = DiffusionOutput(NO_MEDIA, batch.sigmas[:-1], batch.timesteps, mask, torch.empty(0), version)
         now = time.perf_counter()
-        for number, row in enumerate(canvas.rows):
+        for number, row in enumerate(batch.rows):
             if row.future.done():
                 continue
             own = {name: rows[number].clone() for name, rows in taken.items()}
-            steps = self._noised(canvas, number) if canvas.sampling.times else _denoised(common, own)
-            painted = replace(
+            steps = self._noised(batch, number) if batch.sampling.times else _denoised(common, own)
+            made = replace(
                 steps,
                 media=media[number].clone(),
-                stages=torch.stack([stage[number] for stage in canvas.stages]).cpu() if canvas.stages else None,
-                conditioning=_kept(canvas.conditions[number]) if canvas.sampling.times or own else {},
+                stages=torch.stack([stage[number] for stage in batch.stages]).cpu() if batch.stages else None,
+                conditioning=_kept(batch.conditions[number]) if batch.sampling.times or own else {},
                 seconds={"wait": row.admitted - row.submitted, "run": now - row.admitted},
             )
-            row.future.set_result(painted)
+            row.future.set_result(made)
 
-    def _noised(self, canvas: _Canvas, number: int) -> DiffusionOutput:
+    def _noised(self, batch: _Denoising, number: int) -> DiffusionOutput:
         """One finished row, put at noise levels of its own drawing: the forward process."""
-        times, data = canvas.sampling.times, canvas.latents[number].cpu()
-        generator = torch.Generator().manual_seed(canvas.rows[number].request.seed ^ 1)
+        times, data = batch.sampling.times, batch.latents[number].cpu()
+        generator = torch.Generator().manual_seed(batch.rows[number].request.seed ^ 1)
         sigmas = torch.rand(times, generator=generator).clamp_min(LEAST_NOISE)
         noise = torch.randn((times, *data.shape), generator=generator)
         level = sigmas.view(-1, *[1] * data.ndim)
@@ -335,16 +310,6 @@ class DiffusionEngine:
         self.counts.steps_scored += len(latents)
         return [mean.clone() for mean in to.mean.cpu().split(counts)]
 
-    def _fail(self, error: Exception) -> None:
-        """An error inside the model reaches everyone who waits, instead of leaving them to wait for ever."""
-        rows = [row for canvas in self._active for row in canvas.rows] + [entry[2] for entry in self._waiting]
-        self._active, self._waiting = [], []
-        for row in rows:
-            _refuse(row.future, "painting failed", error)
-        scores, self._scores = self._scores, []
-        for _, _, _, future in scores:
-            _refuse(future, "scoring failed", error)
-
 
 def _denoised(common: DiffusionOutput, own: Mapping[str, Tensor]) -> DiffusionOutput:
     """The trained steps of one row; none if they were not asked for. `own` [actions, …]."""
@@ -362,8 +327,12 @@ def _kept(conditioning: Conditioning) -> dict[str, Tensor]:
     return {name: tensor.float().cpu() for name, tensor in conditioning.items()}
 
 
-def _refuse(future: asyncio.Future[Any], what: str, error: Exception) -> None:
-    if not future.done():
-        failure = EngineError(f"{what}: {error}")
-        failure.__cause__ = error
-        future.set_exception(failure)
+def build(spec: DiffusionSpec) -> DiffusionEngine:
+    """Load the model into this process."""
+    return DiffusionEngine(
+        spec.load(),
+        slots=spec.slots,
+        guidance=spec.guidance,
+        batch_steps=spec.batch_steps,
+        shares_weights=spec.shares_weights,
+    )

@@ -8,41 +8,27 @@ that has requests. So teachers score finished episodes while others are still be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+
+from tutelage.engines.contract import Engine
+from tutelage.engines.embedded import EmbeddedEngine
 
 SETTLE = 8
 """Turns of the event loop between computations: enough for a result to travel from an engine through loop, worker,
 scoring and queue, and for the next request to arrive."""
 
 
-class Steppable(Protocol):
-    """The part of an embedded engine that the scheduler needs. Where `tick` or `score_batch` raises, everyone who waits
-    for the engine has been told."""
-
-    on_work: Callable[[], None]
-
-    @property
-    def generating(self) -> bool: ...
-
-    @property
-    def scoring(self) -> int: ...
-
-    def tick(self) -> None: ...
-
-    def score_batch(self) -> None: ...
-
-
 class InlineScheduler:
-    """Drives embedded engines from a task of the running event loop."""
+    """Drives embedded engines from a task of the running event loop. Engines that compute elsewhere need no driver and
+    are left alone."""
 
-    def __init__(self, engines: Sequence[Steppable], score_every: int) -> None:
-        self.engines = engines
+    def __init__(self, engines: Sequence[Engine], score_every: int) -> None:
+        self.engines = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
         self.score_every = score_every
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        for engine in engines:
+        for engine in self.engines:
             engine.on_work = self._work.set
 
     async def __aenter__(self) -> InlineScheduler:

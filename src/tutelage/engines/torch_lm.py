@@ -1,8 +1,7 @@
 """The embedded engine: continuous batching and scoring for a `transformers` causal language model, in this process.
 
-Requests wait in key order. `tick` admits what fits, prefills it as one pack and draws one token for every sequence
-under way; `score_batch` computes one pack of score requests. The scheduler of the runtime calls both; nothing here
-looks at the clock, so the same requests give the same batches.
+Requests wait in key order. A tick admits what fits, prefills it as one pack and draws one token for every sequence
+under way; a scoring batch is one pack of score requests. The scheduler asks for both.
 
 Requests and answers hold CPU tensors, wherever the model computes. Random numbers are drawn on the CPU, so that a
 request gets the same ones on every device.
@@ -12,16 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tutelage.engines.contract import EngineError, Finish, GenerateRequest, Generation, ScoreRequest, Scores
+from tutelage.config.engines import ENGINES
+from tutelage.engines.contract import (
+    AnyRequest,
+    AnyScoreRequest,
+    EngineCounts,
+    EngineError,
+    Finish,
+    GenerateRequest,
+    Generation,
+    ScoreRequest,
+    Scores,
+)
+from tutelage.engines.embedded import EmbeddedEngine, resolve
+from tutelage.engines.registry import TextSpec
 from tutelage.models.attention import KeyValueCache
 from tutelage.models.causal_lm import CausalLM, fill_cache
 from tutelage.models.packing import PrefixCache, pack
@@ -74,7 +85,7 @@ class _Sequence:
 
 
 @dataclass(slots=True)
-class EngineCounts:
+class TokenCounts(EngineCounts):
     """What the engine has done."""
 
     prefill_tokens: int = 0
@@ -84,12 +95,12 @@ class EngineCounts:
     score_batches: int = 0
     score_tokens: int = 0
     """tokens computed for scoring, shared prefixes once"""
-    generate_seconds: float = 0.0
-    score_seconds: float = 0.0
 
 
-class TorchEngine:
+class TorchEngine(EmbeddedEngine[_Sequence, ScoreRequest]):
     """Serves generate and score requests; the scheduler drives it."""
+
+    abilities = ENGINES["torch"]
 
     def __init__(
         self,
@@ -103,28 +114,26 @@ class TorchEngine:
         decode: Callable[[list[int]], str] | None = None,
         prefix_tokens: int = 0,
         logit_rows: int = 128,
+        shares_weights: bool = False,
     ) -> None:
         """`temperature` and `vocabulary` are those of scores; `decode` is needed for stop strings only;
         `prefix_tokens` bounds the prompts whose keys and values are kept for siblings that come later."""
+        super().__init__(shares_weights=shares_weights, batch_size=batch_tokens)
         self.model = model
-        self.slots, self.context, self.batch_tokens = slots, context, batch_tokens
+        self.slots, self.context = slots, context
         self.temperature, self.vocabulary = temperature, vocabulary
         self.decode = decode
         self.logit_rows = logit_rows
-        self.version = 0
-        self.counts = EngineCounts()
-        self.on_work: Callable[[], None] = lambda: None
-        """called when a request arrives"""
-        self._order = itertools.count()
-        self._waiting: list[tuple[tuple[object, ...], int, _Sequence]] = []
+        self.counts: TokenCounts = TokenCounts()
         self._active: list[_Sequence] = []
-        self._scores: list[tuple[tuple[object, ...], int, ScoreRequest, asyncio.Future[Scores]]] = []
         self._cache = KeyValueCache()
         self._prefixes = PrefixCache(prefix_tokens)
 
     # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def generate(self, request: AnyRequest) -> Generation:
+        if not isinstance(request, GenerateRequest):
+            raise EngineError(f"request {request.id}: this engine continues tokens; it makes no media")
         if len(request.tokens) == 0:
             raise EngineError(f"request {request.id}: no tokens to continue")
         if request.sampling.max_tokens < 1:
@@ -143,11 +152,12 @@ class TorchEngine:
         if not room:
             sequence.finish = "length"
             return sequence.result()
-        heapq.heappush(self._waiting, (request.order, next(self._order), sequence))
-        self.on_work()
+        self._wait(request.order, sequence)
         return await future
 
-    async def score(self, request: ScoreRequest) -> Scores:
+    async def score(self, request: AnyScoreRequest) -> Scores:
+        if not isinstance(request, ScoreRequest) or request.want.step_mean:
+            raise EngineError(f"{request.key}: this engine scores tokens, not denoising steps")
         reached = 1
         for start, end in request.spans:
             if not reached <= start <= end <= len(request.tokens):
@@ -159,10 +169,7 @@ class TorchEngine:
         reach = self.model.reach
         if reach is not None and len(request.tokens) > reach.tokens:
             raise EngineError(f"{request.key}: {len(request.tokens)} tokens are more than the model takes: {reach}")
-        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._scores, (tuple(request.key), next(self._order), request, future))
-        self.on_work()
-        return await future
+        return await self._scored(request)
 
     def abort(self, id: str) -> None:
         for sequence in (*self._active, *(entry[2] for entry in self._waiting)):
@@ -172,7 +179,7 @@ class TorchEngine:
         self._waiting = [entry for entry in self._waiting if entry[2].finish != "abort"]
         heapq.heapify(self._waiting)
         for sequence in waiting:
-            _resolve(sequence.future, sequence.result())
+            resolve(sequence.future, sequence.result())
         self._retire()
 
     async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
@@ -191,59 +198,24 @@ class TorchEngine:
     # ── what the scheduler calls ─────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def generating(self) -> bool:
-        return bool(self._active or self._waiting)
-
-    @property
     def writing(self) -> int:
-        """Generate requests that wait or are under way."""
         return len(self._active) + len(self._waiting)
 
-    @property
-    def scoring(self) -> int:
-        """Score requests that wait."""
-        return len(self._scores)
-
-    @torch.no_grad()
-    def tick(self) -> None:
+    def _tick(self) -> None:
         """Admit what fits and draw one token for every sequence under way."""
-        started = time.perf_counter()
-        try:
-            decoding = list(self._active)
-            self._admit()
-            if decoding:
-                self._decode(decoding)
-            self._retire()
-        except Exception as error:
-            self._fail(error)
-            raise
-        finally:
-            self.counts.generate_seconds += time.perf_counter() - started
+        decoding = list(self._active)
+        self._admit()
+        if decoding:
+            self._decode(decoding)
+        self._retire()
 
-    @torch.no_grad()
-    def score_batch(self) -> None:
-        """Compute the score requests that come first, as one pack."""
-        batch: list[tuple[ScoreRequest, asyncio.Future[Scores]]] = []
-        size = 0
-        while self._scores and (not batch or size + len(self._scores[0][2].tokens) <= self.batch_tokens):
-            _, _, request, future = heapq.heappop(self._scores)
-            size += len(request.tokens)
-            batch.append((request, future))
-        if not batch:
-            return
-        started = time.perf_counter()
-        try:
-            results = self._score([request for request, _ in batch])
-        except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(_because("scoring failed", error))
-            self._fail(error)
-            raise
-        finally:
-            self.counts.score_seconds += time.perf_counter() - started
-        for (_, future), scores in zip(batch, results, strict=True):
-            _resolve(future, scores)
+    def _size(self, request: ScoreRequest) -> int:
+        return len(request.tokens)
+
+    def _take_under_way(self) -> list[asyncio.Future[Any]]:
+        taken = [*self._active, *(entry[2] for entry in self._waiting)]
+        self._active, self._waiting = [], []
+        return [sequence.future for sequence in taken]
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -342,23 +314,11 @@ class TorchEngine:
             if last is not sequence:
                 self._cache.move(len(self._active), slot)
                 self._active[slot] = last
-            _resolve(sequence.future, sequence.result())
-
-    def _fail(self, error: Exception) -> None:
-        """An error inside the model reaches everyone who waits, instead of leaving them to wait for ever."""
-        waiting = [*self._active, *(entry[2] for entry in self._waiting)]
-        self._active, self._waiting = [], []
-        for sequence in waiting:
-            if not sequence.future.done():
-                sequence.future.set_exception(_because("generation failed", error))
-        scores, self._scores = self._scores, []
-        for _, _, _, future in scores:
-            if not future.done():
-                future.set_exception(_because("scoring failed", error))
+            resolve(sequence.future, sequence.result())
 
     # ── scoring ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _score(self, requests: list[ScoreRequest]) -> list[Scores]:
+    def _score(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         prefixes = [tuple(r.tokens[: r.spans[0][0] - 1].tolist()) if r.spans else () for r in requests]
         cached = [self._prefixes.get(prefix) if prefix else None for prefix in prefixes]
         packed = pack([r.tokens for r in requests], cached)
@@ -426,12 +386,17 @@ def _banned(sequences: list[_Sequence], logits: Tensor) -> Tensor | None:
     return banned
 
 
-def _resolve(future: asyncio.Future[Any], value: object) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _because(what: str, error: Exception) -> EngineError:
-    failure = EngineError(f"{what}: {error}")
-    failure.__cause__ = error
-    return failure
+def build(spec: TextSpec) -> TorchEngine:
+    """Load the model into this process."""
+    model = spec.load()
+    return TorchEngine(
+        model,
+        slots=spec.slots,
+        context=spec.context if model.reach is None else min(spec.context, model.reach.tokens),
+        batch_tokens=spec.batch_tokens,
+        temperature=spec.temperature,
+        vocabulary=spec.vocabulary,
+        decode=spec.decode,
+        prefix_tokens=spec.prefix_tokens,
+        shares_weights=spec.shares_weights,
+    )

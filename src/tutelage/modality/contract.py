@@ -7,19 +7,22 @@ Each process of a run has a modality of its own; only the config travels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.config.schema import Config, RunConfig
 from tutelage.data.notes import Progress, Report, silent
 from tutelage.data.prompts import Prompts
 from tutelage.data.trajectory import Trajectory
+from tutelage.engines.contract import Engine
+from tutelage.engines.registry import Role
 from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
+from tutelage.modality.demands import Demand, check_demands
 from tutelage.models.causal_lm import CausalLM
 from tutelage.queue.contract import SampleQueue
 from tutelage.rewards.contract import Media
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from tutelage.modality.text import TextModality
     from tutelage.models.tokenizers import SafeTokenizer
 
-Role = Literal["student", "teacher", "reference"]
 Spread = Callable[[CausalLM], None]
 """Shards a model over the ranks, in place, before its parameters are handed out. With several ranks it also applies
 `learner.activation_checkpointing`."""
@@ -61,11 +63,9 @@ class Embedded:
 
     checked: Checked
     learner: Learner
-    student: Any
-    """an engine that shares the learner's weights"""
-    teachers: Mapping[str, Any]
-    """their engines"""
-    reference: Any = None
+    student: Engine
+    teachers: Mapping[str, Engine]
+    reference: Engine | None = None
     """the engine of the student as it was before training, if the algorithm compares with it"""
 
 
@@ -93,6 +93,14 @@ class Modality(ABC):
     def require_packages(self) -> None:
         """Raise a UserError that names the extra to install if an optional package is missing."""
 
+    def check_engines(self) -> None:
+        """Refuse, by name, what the recipe asks of an engine that cannot do it."""
+        check_demands(self._demands())
+
+    @abstractmethod
+    def _demands(self) -> Iterable[Demand]:
+        """What the recipe asks of its engines."""
+
     @property
     @abstractmethod
     def tokenizer(self) -> SafeTokenizer | None:
@@ -109,7 +117,7 @@ class Modality(ABC):
     # ── in the process of a part ─────────────────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def engine(self, role: Role, teacher: str, vocabulary: int, device: str) -> Any:
+    def engine(self, role: Role, teacher: str, vocabulary: int, device: str) -> Engine:
         """Load one replica of the student, of the teacher of that name, or of the reference."""
 
     @abstractmethod

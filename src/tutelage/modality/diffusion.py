@@ -6,7 +6,8 @@ diffusers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,11 +21,13 @@ from tutelage.data.notes import Progress, Report, silent
 from tutelage.data.prompts import Prompts
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Trajectory
-from tutelage.engines.contract import DiffusionSampling, Want
+from tutelage.engines.contract import DiffusionSampling, Engine, Want
+from tutelage.engines.registry import Role
 from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
-from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Role, Spread
+from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Spread
+from tutelage.modality.demands import Demand
 from tutelage.modality.diffusion_episodes import DiffusionEpisodes
 from tutelage.modality.prompt_checks import check_routes
 from tutelage.models.weights import copy_into
@@ -51,6 +54,15 @@ class DiffusionModality(Modality):
     def require_packages(self) -> None:
         import tutelage.models.flow  # noqa: F401  # raises if diffusers is missing
 
+    def _demands(self) -> Iterator[Demand]:
+        config = self.config
+        because, remedy = "but it is the student's", "keep kind: diffusion"
+        yield Demand("engine.kind", config.engine.kind, because, remedy, generates=True, learns=True)
+        scores = Want(step_mean=self.algorithm().payload == "step_mean")
+        for name, teacher in config.teachers.items():
+            key, because = f"teachers.{name}.engine.kind", "which algorithm distill needs"
+            yield Demand(key, teacher.engine.kind, because, "choose another algorithm", scores=scores)
+
     # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, prompts: Prompts, progress: Progress) -> Checked:
@@ -65,17 +77,17 @@ class DiffusionModality(Modality):
         return Embedded(
             checked=self.check(prompts, progress),
             learner=models.build_learner(self.config, student, queue),
-            student=models.student_engine(self.config, student),
+            student=models.student_engine(self.config, "cpu", lambda: student, shares_weights=True),
             teachers=teachers,
         )
 
-    def engine(self, role: Role, teacher: str, vocabulary: int, device: str) -> Any:
+    def engine(self, role: Role, teacher: str, vocabulary: int, device: str) -> Engine:
         from tutelage.modality import diffusion_models as models
 
         if role == "student":
-            return models.student_engine(self.config, models.student_model(self.config, self.report, device))
-        model = models.teacher_model(self.config, teacher, self.report, device)
-        return models.teacher_engine(self.config, teacher, model)
+            load = partial(models.student_model, self.config, self.report, device)
+            return models.student_engine(self.config, device, load)
+        return models.teacher_engine(self.config, teacher, self.report, device)
 
     def learner(self, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: Spread) -> Learner:
         """The settings refuse more than one rank."""

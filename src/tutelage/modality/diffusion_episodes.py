@@ -20,7 +20,8 @@ class DiffusionContext(LoopContext):
     async def paint(self, prompt: str, negative: str | None = None) -> DiffusionOutput:
         id, seed, order = self._next()
         unwanted = self.sampling.negative if negative is None else negative
-        painted: DiffusionOutput = await self.send(DiffusionRequest(id, prompt, unwanted, self.sampling, seed, order))
+        painted = await self.send(DiffusionRequest(id, prompt, unwanted, self.sampling, seed, order))
+        assert isinstance(painted, DiffusionOutput)
         self._took(painted.seconds)
         return painted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor
 from tutelage.algorithms.build_flow import build_flow_algorithm
 from tutelage.config.diffusion import DiffusionConfig, DiffusionNft
 from tutelage.data.notes import Report, silent
-from tutelage.engines.diffusion import DiffusionEngine
+from tutelage.engines.contract import Engine
+from tutelage.engines.registry import DiffusionSpec, build_engine
 from tutelage.errors import UserError
 from tutelage.learner.flow import StepLimits
 from tutelage.learner.masters import with_masters
@@ -61,15 +62,32 @@ def _load(path: str, dtype: torch.dtype, report: Report, device: str) -> Pipelin
     return load_flow_model(directory, dtype=dtype, device=device)
 
 
-def student_engine(config: DiffusionConfig, model: PipelineModel) -> DiffusionEngine:
-    return DiffusionEngine(model, slots=config.engine.slots)
-
-
-def teacher_engine(config: DiffusionConfig, name: str, model: PipelineModel) -> DiffusionEngine:
-    settings = config.teachers[name]
-    return DiffusionEngine(
-        model, slots=config.engine.slots, guidance=settings.guidance, batch_steps=settings.batch_steps
+def student_engine(
+    config: DiffusionConfig, device: str, load: Callable[[], PipelineModel], *, shares_weights: bool = False
+) -> Engine:
+    spec = DiffusionSpec(
+        role="student",
+        path=config.student.path,
+        device=device,
+        load=load,
+        shares_weights=shares_weights,
+        slots=config.engine.slots,
     )
+    return build_engine(config.engine.kind, spec)
+
+
+def teacher_engine(config: DiffusionConfig, name: str, report: Report = silent, device: str = "cpu") -> Engine:
+    settings = config.teachers[name]
+    spec = DiffusionSpec(
+        role="teacher",
+        path=settings.path,
+        device=device,
+        load=lambda: teacher_model(config, name, report, device),
+        slots=config.engine.slots,
+        guidance=settings.guidance,
+        batch_steps=settings.batch_steps,
+    )
+    return build_engine(settings.engine.kind, spec)
 
 
 def _check_size(config: DiffusionConfig, model: PipelineModel) -> None:

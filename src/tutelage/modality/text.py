@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,11 +17,12 @@ from tutelage.config.schema import Config, Reinforcement, TextSampling
 from tutelage.data.notes import Progress, Report, silent
 from tutelage.data.prompts import Prompts
 from tutelage.data.trajectory import Trajectory
-from tutelage.engines.contract import Sampling, Want
-from tutelage.engines.torch_lm import TorchEngine
+from tutelage.engines.contract import Engine, Sampling, Want
+from tutelage.engines.registry import Role
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
-from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Role, Spread
+from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Spread
+from tutelage.modality.demands import Demand, usable_payloads
 from tutelage.modality.prompt_checks import Reaches, check_prompts
 from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.modality.text_learner import build_learner
@@ -36,6 +37,7 @@ from tutelage.modality.text_models import (
     teacher_head,
     teacher_model,
 )
+from tutelage.models.causal_lm import CausalLM
 from tutelage.models.heads import head_vocabulary, load_head
 from tutelage.models.loading import apply_lora, load_causal_lm, save_hf
 from tutelage.models.tokenizers import SafeTokenizer
@@ -53,12 +55,35 @@ class TextModality(Modality):
 
     config: Config
     has_text: ClassVar[bool] = True
+    evaluation_want: ClassVar[Want] = Want(hidden=True)
+    """what an evaluation asks of teachers"""
 
     def __init__(self, config: Config, report: Report = silent) -> None:
         super().__init__(config, report)
 
     def require_packages(self) -> None:
         """Everything that text needs is always installed."""
+
+    def _demands(self) -> Iterator[Demand]:
+        config, student = self.config, ("engine.kind", self.config.engine.kind)
+        algorithm = build_algorithm(config, [])
+        yield Demand(*student, "but it is the student's", "keep kind: torch", generates=True, learns=True)
+        if self.has_reference:
+            because = "which the KL penalty of the algorithm needs of the reference"
+            yield Demand(*student, because, "set algorithm.kl to 0", scores=Want(sampled=True))
+        for name, teacher in config.teachers.items():
+            engine = (f"teachers.{name}.engine.kind", teacher.engine.kind)
+            others = ", ".join(usable_payloads(teacher.engine.kind, algorithm.top_k)) or "none"
+            yield Demand(
+                *engine,
+                f"which payload {algorithm.payload} needs",
+                f"use a payload that it can send ({others}; the objective decides which of them serve)",
+                scores=payload.want(algorithm.payload, algorithm.top_k),
+            )
+            if config.data.validation is not None:
+                because = "which the evaluation on data.validation needs"
+                remedy = "set data.validation to null"
+                yield Demand(*engine, because, remedy, generates=True, scores=self.evaluation_want)
 
     @cached_property
     def tokenizer(self) -> SafeTokenizer:
@@ -87,8 +112,11 @@ class TextModality(Modality):
         return Embedded(
             checked=Checked(vocabulary, usable),
             learner=build_learner(config, student, heads, queue, vocabulary, report=self.report),
-            student=student_engine(config, student, tokenizer, vocabulary),
-            teachers={name: teacher_engine(config, name, model, vocabulary) for name, model in teachers.items()},
+            student=student_engine(config, tokenizer, vocabulary, "cpu", lambda: student, shares_weights=True),
+            teachers={
+                name: teacher_engine(config, name, vocabulary, "cpu", partial(_same, model))
+                for name, model in teachers.items()
+            },
             reference=reference_engine(config, vocabulary, self.report) if self.has_reference else None,
         )
 
@@ -106,13 +134,14 @@ class TextModality(Modality):
             check_prompts(self.config, prompts.sets, self.tokenizer, client, reached, self.report, progress)
         )
 
-    def engine(self, role: Role, teacher: str, vocabulary: int, device: str) -> TorchEngine:
+    def engine(self, role: Role, teacher: str, vocabulary: int, device: str) -> Engine:
         config = self.config
         if role == "student":
-            model = student_model(config, self.report, device)
-            return student_engine(config, model, self.tokenizer, vocabulary)
+            load = partial(student_model, config, self.report, device)
+            return student_engine(config, self.tokenizer, vocabulary, device, load)
         if role == "teacher":
-            return teacher_engine(config, teacher, teacher_model(config, teacher, self.report, device), vocabulary)
+            load = partial(teacher_model, config, teacher, self.report, device)
+            return teacher_engine(config, teacher, vocabulary, device, load)
         return reference_engine(config, vocabulary, self.report, device)
 
     def learner(self, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: Spread) -> Learner:
@@ -157,7 +186,7 @@ class TextModality(Modality):
     def evaluation_request(self) -> RolloutRequest:
         """One answer to each held-out prompt, compared with the teacher's full distribution."""
         config = self.config
-        return RolloutRequest("validation", 1, self._sampling(config.validation), Want(hidden=True), config.seed)
+        return RolloutRequest("validation", 1, self._sampling(config.validation), self.evaluation_want, config.seed)
 
     def _sampling(self, settings: TextSampling, top_ids: int = 0) -> Sampling:
         return Sampling(
@@ -204,3 +233,7 @@ class TextModality(Modality):
 
     def plannable(self, recipe: str) -> Config:
         return self.config
+
+
+def _same(model: CausalLM) -> CausalLM:
+    return model

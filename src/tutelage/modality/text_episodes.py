@@ -32,7 +32,8 @@ class TextContext(LoopContext):
         first = self.turns == 0
         id, seed, order = self._next()
         request = GenerateRequest(id, tokens, sampling or self.sampling, seed, order)
-        generation: Generation = await self.send(request)
+        generation = await self.send(request)
+        assert isinstance(generation, Generation)
         if first and generation.finish == "length" and not generation.tokens.shape[0]:
             raise PromptTooLong(
                 f"{self.row}: its {tokens.shape[0]} tokens leave no room for an answer in engine.context: "

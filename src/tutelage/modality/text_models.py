@@ -13,7 +13,8 @@ from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.config.schema import Config, Model
 from tutelage.data.notes import Report, silent
-from tutelage.engines.torch_lm import TorchEngine
+from tutelage.engines.contract import Engine
+from tutelage.engines.registry import TextSpec, build_engine
 from tutelage.errors import UserError
 from tutelage.models.attention import NAME as ATTENTION
 from tutelage.models.attention import UnsupportedAttention
@@ -79,11 +80,6 @@ def reaches(config: Config, report: Report) -> dict[str, Reach | None]:
     return found
 
 
-def context(config: Config, reach: Reach | None) -> int:
-    """Tokens that a sequence may have: engine.context, or fewer if the model takes fewer."""
-    return config.engine.context if reach is None else min(config.engine.context, reach.tokens)
-
-
 def shared_vocabulary(
     student: tuple[SafeTokenizer, int], teachers: Mapping[str, tuple[SafeTokenizer, int]], report: Report
 ) -> int:
@@ -131,36 +127,69 @@ def _frozen(model: CausalLM) -> CausalLM:
 # ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def student_engine(config: Config, model: CausalLM, tokenizer: SafeTokenizer, vocabulary: int) -> TorchEngine:
-    return TorchEngine(
-        model,
+def student_engine(
+    config: Config,
+    tokenizer: SafeTokenizer,
+    vocabulary: int,
+    device: str,
+    load: Callable[[], CausalLM],
+    *,
+    shares_weights: bool = False,
+) -> Engine:
+    spec = TextSpec(
+        role="student",
+        path=config.student.path,
+        device=device,
+        load=load,
+        shares_weights=shares_weights,
         slots=config.engine.slots,
-        context=context(config, model.reach),
+        context=config.engine.context,
         vocabulary=vocabulary,
         decode=tokenizer.decode,
-        prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+        prefix_tokens=_prefix_tokens(config),
     )
+    return build_engine(config.engine.kind, spec)
 
 
-def teacher_engine(config: Config, name: str, model: CausalLM, vocabulary: int) -> TorchEngine:
+def teacher_engine(config: Config, name: str, vocabulary: int, device: str, load: Callable[[], CausalLM]) -> Engine:
     settings = config.teachers[name]
-    return TorchEngine(
-        model,
+    spec = TextSpec(
+        role="teacher",
+        path=settings.path,
+        device=device,
+        load=load,
         slots=config.engine.slots,
-        context=context(config, model.reach),
+        context=config.engine.context,
         batch_tokens=settings.batch_tokens,
         temperature=config.teacher_temperature(name),
         vocabulary=vocabulary,
-        prefix_tokens=PREFIX_TOKENS if config.rollout.samples > 1 else 0,
+        prefix_tokens=_prefix_tokens(config),
     )
+    return build_engine(settings.engine.kind, spec)
 
 
-def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> TorchEngine:
+def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> Engine:
     """The student as it was before training."""
-    loaded = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)
-    model = _frozen(on_packs(loaded, "student", config.student, silent))
+
+    def load() -> CausalLM:
+        loaded = load_causal_lm(config.student, device=device, attention=ATTENTION, progress=report)
+        return _frozen(on_packs(loaded, "student", config.student, silent))
+
     temperature = config.student_temperature
-    return TorchEngine(model, context=context(config, model.reach), temperature=temperature, vocabulary=vocabulary)
+    spec = TextSpec(
+        role="reference",
+        path=config.student.path,
+        device=device,
+        load=load,
+        context=config.engine.context,
+        temperature=temperature,
+        vocabulary=vocabulary,
+    )
+    return build_engine(config.engine.kind, spec)
+
+
+def _prefix_tokens(config: Config) -> int:
+    return PREFIX_TOKENS if config.rollout.samples > 1 else 0
 
 
 def teacher_head(config: Config, name: str, head: OutputHead, vocabulary: int) -> TeacherHead:

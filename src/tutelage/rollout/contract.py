@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
-from tutelage.engines.contract import DiffusionOutput, DiffusionSampling, Generation, Sampling
+from tutelage.engines.contract import AnyOutput, AnyRequest, DiffusionOutput, DiffusionSampling, Generation, Sampling
 from tutelage.errors import UserError
 
 
@@ -70,8 +70,8 @@ def _ids(tokenizer: Tokenizer, text: str | None, messages: tuple[Message, ...]) 
 UNBOUNDED = 1 << 62
 """Tokens of a context whose end is not known here."""
 
-Send = Callable[[Any], Awaitable[Any]]
-"""To one of the student's engines: GenerateRequest → Generation, DiffusionRequest → DiffusionOutput."""
+Send = Callable[[AnyRequest], Awaitable[AnyOutput]]
+"""Sends a request to one of the student's engines."""
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from tutelage.engines.contract import ScoreRequest, Scores, StepScoreRequest
+from tutelage.engines.contract import AnyScoreRequest, Scores
 from tutelage.routing.load_balancer import LoadBalancer
 from tutelage.routing.router import Router
 
@@ -14,7 +14,7 @@ from tutelage.routing.router import Router
 class Scorer(Protocol):
     """The part of the engine contract that a teacher uses."""
 
-    async def score(self, request: Any) -> Scores:
+    async def score(self, request: AnyScoreRequest) -> Scores:
         """A ScoreRequest of text, or a StepScoreRequest of denoising steps: whichever it was made for."""
 
 
@@ -32,7 +32,7 @@ class TeacherPool:
         self.name = name
         self.router = Router(f"teacher {name!r}", replicas, balancer, deadline)
 
-    async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
+    async def score(self, request: AnyScoreRequest) -> Scores:
         """Answered by one replica; a failing one's requests go to the others."""
 
         async def ask(replica: Scorer) -> Scores:

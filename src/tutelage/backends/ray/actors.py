@@ -34,21 +34,14 @@ from tutelage.checkpoint.store import Best, Checkpoint
 from tutelage.config.schema import Pool, RunConfig
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Prompt
-from tutelage.engines.contract import (
-    DiffusionOutput,
-    DiffusionRequest,
-    GenerateRequest,
-    Generation,
-    ScoreRequest,
-    Scores,
-    StepScoreRequest,
-)
+from tutelage.engines.contract import AnyOutput, AnyRequest, AnyScoreRequest, Scores
+from tutelage.engines.registry import Role
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks, alone
 from tutelage.learner.schedule import Schedule
 from tutelage.modality import modality_of
-from tutelage.modality.contract import Role, Spread
+from tutelage.modality.contract import Spread
 from tutelage.models.dtype import choose_dtype
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.timeline import Interval
@@ -123,6 +116,7 @@ class EngineActor(Actor):
         self.engine = modality_of(config).engine(role, teacher, vocabulary, device)
         self._coordinator = coordinator if role == "student" else None
         """has the newest weights, in case this student was restarted after their publication"""
+        self._running_engine = self.engine.running()
         self._scheduler = InlineScheduler([self.engine], config.engine.score_every)
         self._started: asyncio.Task[None] | None = None
         self._intervals: list[Interval] = []
@@ -132,17 +126,17 @@ class EngineActor(Actor):
         await self._running()
         return os.getpid()
 
-    async def generate(self, request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
+    async def generate(self, request: AnyRequest) -> AnyOutput:
         await self._running()
         start = time.time()
-        answer: Generation | DiffusionOutput = await self.engine.generate(request)
+        answer = await self.engine.generate(request)
         self._note("generate", request.id, start)
         return answer
 
-    async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
+    async def score(self, request: AnyScoreRequest) -> Scores:
         await self._running()
         start = time.time()
-        scores: Scores = await self.engine.score(request)
+        scores = await self.engine.score(request)
         self._note("score", "/".join(map(str, request.key)), start)
         return scores
 
@@ -166,8 +160,7 @@ class EngineActor(Actor):
 
     async def in_flight(self) -> int:
         """Return the number of requests that wait or are under way."""
-        found: int = self.engine.scoring + self.engine.writing
-        return found
+        return self.engine.in_flight
 
     async def _running(self) -> None:
         """Wait until the engine runs and has the newest weights."""
@@ -176,6 +169,7 @@ class EngineActor(Actor):
         await asyncio.shield(self._started)
 
     async def _start(self) -> None:
+        await self._running_engine.__aenter__()
         if self._coordinator is not None and (newest := await self._coordinator.call(Coordinator.weights)):
             await self.load(*newest)
         await self._scheduler.__aenter__()
@@ -191,10 +185,10 @@ class RemoteEngine:
     def __init__(self, handle: ActorHandle[EngineActor]) -> None:
         self.handle = handle
 
-    async def generate(self, request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
+    async def generate(self, request: AnyRequest) -> AnyOutput:
         return await self.handle.call(EngineActor.generate, request)
 
-    async def score(self, request: ScoreRequest | StepScoreRequest) -> Scores:
+    async def score(self, request: AnyScoreRequest) -> Scores:
         return await self.handle.call(EngineActor.score, request)
 
 
@@ -332,7 +326,7 @@ class RolloutActor(Actor):
         else:
             work.put_nowait(None)
 
-    async def _send(self, request: GenerateRequest | DiffusionRequest) -> Generation | DiffusionOutput:
+    async def _send(self, request: AnyRequest) -> AnyOutput:
         return await self.student.call(request.order[:2], lambda replica: replica.generate(request))
 
 

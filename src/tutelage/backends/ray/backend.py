@@ -44,11 +44,11 @@ from tutelage.config.schema import RunConfig
 from tutelage.data.notes import Report
 from tutelage.data.ragged import Ragged
 from tutelage.engines.contract import GenerateRequest, Generation
+from tutelage.engines.registry import Role
 from tutelage.errors import ReplicaGone, UserError
 from tutelage.learner.packing import deal, in_order
 from tutelage.learner.schedule import Schedule
 from tutelage.modality import modality_of
-from tutelage.modality.contract import Role
 from tutelage.queue.contract import BatchRef
 from tutelage.queue.transfer_queue import TransferSampleQueue
 from tutelage.queue.transfer_queue import start as start_queue

@@ -1,0 +1,69 @@
+"""The table of engines: what each can do, known before any engine is imported.
+
+An engine declares here what it makes, what it scores and how it takes weights. What a recipe asks beyond that is
+refused before a model is loaded. The engine itself is one module of `tutelage.engines`, which has a function `build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Makes = Literal["text", "media"]
+ScoreField = Literal["sampled", "top_k", "given", "hidden", "step_mean"]
+TakesWeights = Literal["shared", "tensors"]
+
+SCORE_FIELDS: Mapping[ScoreField, str] = {
+    "sampled": "the log-prob of the sampled token",
+    "top_k": "its likeliest tokens",
+    "given": "the log-probs of given tokens",
+    "hidden": "final hidden states",
+    "step_mean": "the means of denoising steps",
+}
+"""What a score request can ask for, in the words of error messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What an engine can do."""
+
+    module: str
+    """its module in `tutelage.engines`"""
+    makes: Makes
+    generates: bool = True
+    scores: frozenset[ScoreField] = frozenset()
+    max_top_k: int | None = None
+    """the most tokens that `top_k` and `given` may name at one position; None is no limit"""
+    weights: frozenset[TakesWeights] = frozenset()
+    """`shared`: computes with the learner's own tensors; `tensors`: copies named tensors. A student needs one of
+    them"""
+    reproducible: bool = False
+    """draws depend on seed, tokens and weights alone: a repeated request gives the same answer"""
+
+
+ENGINES: dict[str, Abilities] = {
+    "torch": Abilities(
+        module="torch_lm",
+        makes="text",
+        scores=frozenset({"sampled", "top_k", "given", "hidden"}),
+        weights=frozenset({"shared", "tensors"}),
+        reproducible=True,
+    ),
+    "diffusion": Abilities(
+        module="diffusion",
+        makes="media",
+        scores=frozenset({"step_mean"}),
+        weights=frozenset({"shared", "tensors"}),
+        reproducible=True,
+    ),
+}
+"""Engines by the name that a recipe gives as `kind`."""
+
+
+def known_engine(kind: str, makes: Makes) -> str:
+    """Return `kind`. Raises ValueError if no engine of that name makes this."""
+    names = [name for name, abilities in ENGINES.items() if abilities.makes == makes]
+    if kind not in names:
+        raise ValueError(f"no engine for {makes} is named {kind!r}; there are: {', '.join(sorted(names))}")
+    return kind
