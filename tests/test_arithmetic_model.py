@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tutelage.config.schema import Model
+from tutelage.config.schema import ModelSettings
 from tutelage.models.loading import load_causal_lm
 from tutelage.models.sources import ModelError, Progress, resolve
 from tutelage.models.tokenizers import SafeTokenizer
@@ -86,7 +86,7 @@ class TestTokenizer:
 
 class TestBuilding:
     def test_it_loads_and_has_learned_something(self, made: Path) -> None:
-        model, tokenizer = load_causal_lm(Model(path=str(made), dtype="float32")), SafeTokenizer.load(made)
+        model, tokenizer = load_causal_lm(ModelSettings(path=str(made), dtype="float32")), SafeTokenizer.load(made)
         assert model.config.vocab_size == tokenizer.vocab_size <= 32
         large = [row for row in rows("test") if len(row["ground_truth"]) == 3]
         texts = [f"{row['prompt']}{row['ground_truth']}<end>" for row in large]
@@ -158,7 +158,7 @@ class TestPaths:
         assert "once" in lines[0]
         assert any("step 3 of 3" in line for line in lines)
         SafeTokenizer.load("toy:arithmetic")
-        load_causal_lm(Model(path="toy:arithmetic", dtype="float32"))
+        load_causal_lm(ModelSettings(path="toy:arithmetic", dtype="float32"))
         assert seeds == [0, 3]
 
     def test_a_failed_build_leaves_nothing(

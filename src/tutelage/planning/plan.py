@@ -23,7 +23,7 @@ from tutelage.backends.placement import Node
 from tutelage.config.objectives import PAYLOADS
 from tutelage.config.plugins import load_plugin
 from tutelage.config.pools import pool_members
-from tutelage.config.schema import Config, Model, Ppo, Reinforcement
+from tutelage.config.schema import Config, ModelSettings, Ppo, Reinforcement
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey
 from tutelage.errors import UserError
@@ -308,7 +308,7 @@ def _made_up(needs: Iterable[str]) -> Batch:
 
 def _all_sizes(config: Config) -> dict[str, Sizes | None]:
     """By key of the recipe. All models that cannot be used are reported together."""
-    models: dict[str, Model] = {"student": config.student}
+    models: dict[str, ModelSettings] = {"student": config.student}
     models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
     sizes: dict[str, Sizes | None] = {}
     mistakes: list[str] = []
@@ -323,7 +323,7 @@ def _all_sizes(config: Config) -> dict[str, Sizes | None]:
     return sizes
 
 
-def _sizes(config: Config, key: str, settings: Model) -> Sizes | None:
+def _sizes(config: Config, key: str, settings: ModelSettings) -> Sizes | None:
     """In the dtype that the model has where it lives."""
     lora = config.student.lora if key == "student" else None
     member = "engine.pool" if key == "student" else f"{key}.pool"

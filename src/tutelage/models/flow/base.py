@@ -14,7 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from tutelage.config.schema import Lora
+from tutelage.config.schema import LoraSettings
 from tutelage.models.flow.contract import Batch, Conditioning, Size
 from tutelage.models.sources import ModelError, whole_directory
 from tutelage.models.weights import trainable
@@ -69,7 +69,7 @@ class PipelineModel(ABC):
         media = self._decode(latents.to(self.pipe.vae.dtype)).float()
         return (media * 255).round().to(torch.uint8)
 
-    def add_lora(self, settings: Lora, seed: int) -> None:
+    def add_lora(self, settings: LoraSettings, seed: int) -> None:
         """In place, on `lora_targets` unless the settings name others; first values come from `seed` alone."""
         targets = settings.targets or self.lora_targets
         self._check_targets(targets)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tutelage.config.schema import Lora
+from tutelage.config.schema import LoraSettings
 from tutelage.data.ragged import Ragged
 
 Conditioning = Mapping[str, Tensor]
@@ -113,7 +113,7 @@ class FlowModel(Protocol):
     def sigmas(self, steps: int, size: Size) -> Tensor:
         """float32 [steps + 1], falling from the noisiest to 0, as the pipeline itself would choose them."""
 
-    def add_lora(self, settings: Lora, seed: int) -> None:
+    def add_lora(self, settings: LoraSettings, seed: int) -> None:
         """Put a LoRA adapter on the transformer; from then on only the adapter learns."""
 
     def reference(self) -> AbstractContextManager[None]:
