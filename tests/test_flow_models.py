@@ -14,7 +14,7 @@ from torch import Tensor
 import tiny_flow
 from tutelage.config.schema import LoraSettings
 from tutelage.models.flow.base import PipelineModel
-from tutelage.models.flow.contract import Batch, Size, collate
+from tutelage.models.flow.contract import ConditioningBatch, Size, collate
 from tutelage.models.flow.flux import Flux
 from tutelage.models.flow.loading import load_flow_model
 from tutelage.models.flow.qwen_image import QwenImage
@@ -66,7 +66,7 @@ def adapted(model: PipelineModel) -> PipelineModel:
 
 
 @torch.no_grad()
-def rollout(model: PipelineModel, kind: str, batch: Batch) -> dict[str, Tensor]:
+def rollout(model: PipelineModel, kind: str, batch: ConditioningBatch) -> dict[str, Tensor]:
     """STEPS steps, random at TRAINED ones, of which everything that replay needs is stacked as [steps, rows, …]."""
     sigmas = model.sigmas(STEPS, tiny_flow.PIPELINES[kind][1])
     x = noise(model, kind, 0)
@@ -85,7 +85,7 @@ def rollout(model: PipelineModel, kind: str, batch: Batch) -> dict[str, Tensor]:
     return {name: torch.stack(values) for name, values in kept.items()} | {"final": x}
 
 
-def replay(model: PipelineModel, kind: str, batch: Batch, rows: dict[str, Tensor]) -> Tensor:
+def replay(model: PipelineModel, kind: str, batch: ConditioningBatch, rows: dict[str, Tensor]) -> Tensor:
     velocity = model.velocity(rows["latents"], rows["sigma"], batch, GUIDANCE)
     now = flow.transition(rows["latents"], velocity, rows["sigma"], rows["sigma_next"], kind="sde", noise_level=0.7)
     return flow.log_prob(rows["next"], now.mean, now.std)

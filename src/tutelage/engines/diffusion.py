@@ -26,7 +26,7 @@ from tutelage.engines.contract import (
     Scores,
     StepScoreRequest,
 )
-from tutelage.models.flow.contract import Batch, Conditioning, FlowModel, Size, repeated
+from tutelage.models.flow.contract import Conditioning, ConditioningBatch, FlowModel, Size, repeated
 from tutelage.models.weights import trainable
 from tutelage.policy import flow
 
@@ -76,7 +76,7 @@ class _Canvas:
     timesteps: Tensor
     """float32 [steps]"""
     conditions: list[Conditioning]
-    conditioning: Batch
+    conditioning: ConditioningBatch
     at: int = 0
     before: list[Tensor] = field(default_factory=list)
     after: list[Tensor] = field(default_factory=list)

@@ -32,7 +32,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ConditioningBatch:
     """Conditioning of the rows of one forward pass."""
 
     tensors: Mapping[str, Tensor]
@@ -40,15 +40,15 @@ class Batch:
     lengths: Mapping[str, Tensor]
     """int64 [rows] for the tensors with tokens: how many are real"""
 
-    def select(self, rows: Tensor) -> Batch:
+    def select(self, rows: Tensor) -> ConditioningBatch:
         """These rows, in this order; a row may be taken several times."""
-        return Batch(
+        return ConditioningBatch(
             {name: tensor[rows.to(tensor.device)] for name, tensor in self.tensors.items()},
             {name: lengths[rows.to(lengths.device)] for name, lengths in self.lengths.items()},
         )
 
 
-def collate(conditioning: Sequence[Conditioning]) -> Batch:
+def collate(conditioning: Sequence[Conditioning]) -> ConditioningBatch:
     """Join the conditioning of one prompt for each row; rows of the same prompt may repeat the same object."""
     names = conditioning[0].keys()
     for row, one in enumerate(conditioning):
@@ -67,10 +67,10 @@ def collate(conditioning: Sequence[Conditioning]) -> Batch:
         tensors[name] = ragged.to_padded(0.0) if rows[0].ndim == 2 else ragged.values
         if rows[0].ndim == 2:
             lengths[name] = ragged.lengths
-    return Batch(tensors, lengths)
+    return ConditioningBatch(tensors, lengths)
 
 
-def repeated(conditioning: Sequence[Conditioning]) -> Batch:
+def repeated(conditioning: Sequence[Conditioning]) -> ConditioningBatch:
     """As `collate`, for rows of which many repeat the same object: each is joined once."""
     first = {id(one): one for one in conditioning}
     numbers = {name: number for number, name in enumerate(first)}
@@ -95,7 +95,7 @@ class FlowModel(Protocol):
     def encode(self, prompts: Sequence[str], negative: Sequence[str] | None) -> list[Conditioning]:
         """One conditioning for each prompt; `negative` is needed for classifier-free guidance."""
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         """float32 like `latents`: noise minus data, as predicted at `sigma` [rows]; rows may be at different steps.
 
         `guidance` 1 is without guidance.
