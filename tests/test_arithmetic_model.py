@@ -15,11 +15,13 @@ from tutelage.models.loading import load_causal_lm
 from tutelage.models.sources import ModelError, Progress, resolve
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.toys import arithmetic
-from tutelage.toys.arithmetic import Recipe, build, problems, write_problems
+from tutelage.toys.arithmetic import ArithmeticRecipe, build, problems, write_problems
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "arithmetic"
-SHORT = Recipe(hidden=32, heads=2, feed_forward=64, steps=100, correct_steps=90, batch=64, lr=1e-2, warmup=10, decay=20)
-TINY = Recipe(hidden=8, heads=1, feed_forward=8, steps=3, correct_steps=2, batch=4)
+SHORT = ArithmeticRecipe(
+    hidden=32, heads=2, feed_forward=64, steps=100, correct_steps=90, batch=64, lr=1e-2, warmup=10, decay=20
+)
+TINY = ArithmeticRecipe(hidden=8, heads=1, feed_forward=8, steps=3, correct_steps=2, batch=4)
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -123,7 +125,7 @@ class TestBuilding:
     def test_mistakes_come_at_the_asked_rate_and_only_when_asked(self) -> None:
         pairs = [(37, 85), (12, 81)]
         examples = arithmetic._Examples.of(pairs)
-        recipe = Recipe(forget=0.5, slip=0.0, batch=4000)
+        recipe = ArithmeticRecipe(forget=0.5, slip=0.0, batch=4000)
         generator = torch.Generator().manual_seed(0)
         prompts, answers = examples.draw(recipe, False, generator)
         sums = {tuple(p.tolist()): a for p, a in zip(examples.prompts, examples.right, strict=True)}
@@ -142,7 +144,9 @@ class TestPaths:
         monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
-        def quick(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
+        def quick(
+            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Progress | None = None
+        ) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
 
@@ -164,7 +168,9 @@ class TestPaths:
     def test_a_failed_build_leaves_nothing(
         self, seeds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
+        def fail(
+            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Progress | None = None
+        ) -> None:
             (directory / "config.json").write_text("{}")
             raise KeyboardInterrupt
 

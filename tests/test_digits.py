@@ -23,7 +23,7 @@ from tutelage.rewards.functions.classifier import classifier
 from tutelage.toys import digits
 from tutelage.toys import images as toy_images
 from tutelage.toys.digits import RECIPE, build, from_toy, images, prompts, write_prompts
-from tutelage.toys.images import Recipe
+from tutelage.toys.images import ImageRecipe
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "digits"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
@@ -168,7 +168,7 @@ class TestPaths:
         monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
-        def quick(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+        def quick(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Progress | None = None) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
 
@@ -188,7 +188,7 @@ class TestPaths:
     def test_a_failed_build_leaves_nothing(
         self, seeds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+        def fail(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Progress | None = None) -> None:
             (directory / "model_index.json").write_text("{}")
             raise KeyboardInterrupt
 

@@ -23,7 +23,7 @@ from tutelage.rewards.functions import shapes as verifier
 from tutelage.rewards.functions.shapes import Seen, grid_artefact, grid_artefact_of, recognise, shapes
 from tutelage.toys import images as toy_images
 from tutelage.toys import shapes as toy
-from tutelage.toys.images import Recipe
+from tutelage.toys.images import ImageRecipe
 from tutelage.toys.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "shapes"
@@ -233,7 +233,7 @@ class TestPaths:
         monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
-        def quick(directory: Path, seed: int, recipe: Recipe = TINY, report: Progress | None = None) -> None:
+        def quick(directory: Path, seed: int, recipe: ImageRecipe = TINY, report: Progress | None = None) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tutelage.models.sources import ModelError, Progress
 from tutelage.toys import images as toy_images
-from tutelage.toys.images import Recipe
+from tutelage.toys.images import ImageRecipe
 
 COLOURS = {
     "red": (1.0, -1.0, -1.0),
@@ -36,7 +36,7 @@ PIXELS = 16
 _SIDE = 7
 """pixels of a shape, in the upper left of its quarter of the picture"""
 WORDS = (*COLOURS, *SHAPES, *PLACES)
-RECIPE = Recipe(pixels=PIXELS, channels=3, wrong=0.55, steps=2200, batch=64, decay=1200, shift=3.0)
+RECIPE = ImageRecipe(pixels=PIXELS, channels=3, wrong=0.55, steps=2200, batch=64, decay=1200, shift=3.0)
 """σ is shifted up: there it is decided what the picture shows."""
 _WRONG = (1.0, 0.5, 1.0)
 """Share of the recipe's `wrong` for colour, shape and place: shapes differ least and are the hardest to teach later."""
@@ -85,7 +85,7 @@ def from_toy(path: str, report: Progress) -> Path:
     return found
 
 
-def build(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Progress | None = None) -> None:
     """Train the image model and write its pipeline."""
     toy_images.build(directory, seed, WORDS, recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 
@@ -127,7 +127,7 @@ class _Captioned:
         allowed = [(s.colour, s.shape, s.place) for s in scenes() if not s.held_out]
         return cls(pixels.unflatten(0, each), text.unflatten(0, each), pooled.unflatten(0, each), torch.tensor(allowed))
 
-    def draw(self, recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def draw(self, recipe: ImageRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of pictures with text and pooled text; what each word says is at times replaced in the picture."""
         said = self.allowed[torch.randint(len(self.allowed), (recipe.batch,), generator=generator)]
         wrong = torch.rand(said.shape, generator=generator) < recipe.wrong * torch.tensor(_WRONG)
