@@ -37,7 +37,7 @@ from tutelage.config.schema import (
     TextTeacherSettings,
     TextValidationSettings,
 )
-from tutelage.config.show import Row, _is_read, plain, show, table
+from tutelage.config.show import SettingRow, _is_read, plain, show, table
 from tutelage.config.tree import Mistake, inline_yaml
 from tutelage.errors import UserError
 
@@ -452,13 +452,13 @@ def test_text_survives_dump_and_override(value: str) -> None:
     assert yaml.safe_load(dump(config))["out"] == value, "other YAML readers must see the same text"
 
 
-def shown(*overrides: str) -> dict[str, Row]:
+def shown(*overrides: str) -> dict[str, SettingRow]:
     return {row.key: row for row in show(load(write("a.yaml"), overrides))}
 
 
 def test_show_lists_value_origin_and_description() -> None:
     rows = shown("optimizer.lr=1e-3")
-    assert rows["optimizer.lr"] == Row("optimizer.lr", 1e-3, "command line", "Peak learning rate.")
+    assert rows["optimizer.lr"] == SettingRow("optimizer.lr", 1e-3, "command line", "Peak learning rate.")
     assert rows["teachers.main.path"].origin == "a.yaml:4"
     assert "\n" not in rows["algorithm.objective"].description
 

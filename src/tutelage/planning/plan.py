@@ -36,7 +36,7 @@ from tutelage.planning.memory import Item, available_memory, embedded_memory, re
 WIDE = 200
 """Characters of a line where nobody looks on: a pipe or a file."""
 
-Place = Literal["queue", "learner"]
+ColumnPlace = Literal["queue", "learner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class PlannedColumn:
     dtype: str
     bytes: int | None
     """of one value of its span: per token, per action or per row; None where a model's width is not known yet"""
-    place: Place
+    place: ColumnPlace
     """it travels through the queue, or is added where the update is made"""
 
 
@@ -281,7 +281,7 @@ def _added(algorithm: Algorithm) -> Iterator[PlannedColumn]:
 
 
 def _column(
-    name: str, producer: str, span: str, dtype: torch.dtype, dims: Sequence[int | None], place: Place
+    name: str, producer: str, span: str, dtype: torch.dtype, dims: Sequence[int | None], place: ColumnPlace
 ) -> PlannedColumn:
     known = [dim for dim in dims if dim is not None]
     each = dtype.itemsize * prod(known) if len(known) == len(dims) else None
