@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tutelage.config.schema import ModelSettings
+from tutelage.data.notes import Report
 from tutelage.models.loading import load_causal_lm
-from tutelage.models.sources import ModelError, Progress, resolve
+from tutelage.models.sources import ModelError, resolve
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.toys import arithmetic
 from tutelage.toys.arithmetic import ArithmeticRecipe, build, problems, write_problems
@@ -145,7 +146,7 @@ class TestPaths:
         built: list[int] = []
 
         def quick(
-            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Progress | None = None
+            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Report | None = None
         ) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
@@ -169,7 +170,7 @@ class TestPaths:
         self, seeds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fail(
-            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Progress | None = None
+            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Report | None = None
         ) -> None:
             (directory / "config.json").write_text("{}")
             raise KeyboardInterrupt

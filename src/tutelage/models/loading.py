@@ -24,9 +24,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from tutelage.config.schema import LoraSettings, ModelSettings, TextStudentSettings
+from tutelage.data.notes import Report
 from tutelage.models.attention import NAME
 from tutelage.models.dtype import choose_dtype
-from tutelage.models.sources import ModelError, Progress, resolve, whole_directory
+from tutelage.models.sources import ModelError, resolve, whole_directory
 from tutelage.models.weights import narrow
 
 _PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -44,7 +45,7 @@ def load_causal_lm(
     *,
     device: str = "cpu",
     attention: str = "sdpa",
-    progress: Progress | None = None,
+    progress: Report | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Load a model as its settings ask, in evaluation mode. `attention` is transformers' attn_implementation.

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tutelage.models.sources import ModelError, Progress, made_once
+from tutelage.data.notes import Report
+from tutelage.models.sources import ModelError, made_once
 
 _SYMBOLS = "0123456789+="
 _PAD, _EOS, _UNKNOWN = "<pad>", "<end>", "<unknown>"
@@ -83,7 +84,7 @@ def write_problems(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def from_toy(path: str, report: Progress) -> Path:
+def from_toy(path: str, report: Report) -> Path:
     """The directory of `toy:arithmetic` (seed 0) or `toy:arithmetic-SEED`, trained once per machine; with `-careful`
     before the seed, of one that only ever saw right answers: a teacher."""
     match = re.fullmatch(r"toy:arithmetic(-careful)?(?:-(\d{1,9}))?", path)
@@ -102,7 +103,7 @@ def from_toy(path: str, report: Progress) -> Path:
     )
 
 
-def build(directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Progress | None = None) -> None:
+def build(directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Report | None = None) -> None:
     """Train the model and write it with its tokenizer into a directory. The global random state is left as it was."""
     recipe = recipe or ArithmeticRecipe()
     with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
@@ -188,7 +189,7 @@ class _Examples:
         return self.prompts[rows], torch.where(slips & is_digit, digits, answers)
 
 
-def _train(model: LlamaForCausalLM, recipe: ArithmeticRecipe, generator: torch.Generator, report: Progress) -> None:
+def _train(model: LlamaForCausalLM, recipe: ArithmeticRecipe, generator: torch.Generator, report: Report) -> None:
     """Cross-entropy on the answers, with AdamW."""
     examples = _Examples.of(problems()[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.1, fused=True)

@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tutelage.data.notes import Report
 from tutelage.errors import missing_extra
-from tutelage.models.sources import ModelError, Progress, made_once
+from tutelage.models.sources import ModelError, made_once
 from tutelage.toys import images as toy_images
 from tutelage.toys.arithmetic import one_thread
 from tutelage.toys.images import ImageRecipe
@@ -74,7 +75,7 @@ def write_prompts(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def from_toy(path: str, report: Progress) -> Path:
+def from_toy(path: str, report: Report) -> Path:
     """The directory of `toy:digits` (seed 0), `toy:digits-SEED`, `toy:digit-classifier` or `toy:digit-judge`, made once
     per machine."""
     if path == "toy:digit-classifier":
@@ -92,7 +93,7 @@ def from_toy(path: str, report: Progress) -> Path:
     return found
 
 
-def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Progress | None = None) -> None:
+def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
     """Train the image model and write its pipeline."""
     toy_images.build(directory, seed, words(), recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 

@@ -26,7 +26,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tutelage.models.sources import Progress, made_once
+from tutelage.data.notes import Report
+from tutelage.models.sources import made_once
 from tutelage.toys.arithmetic import one_thread
 
 _diffusers: Any = diffusers
@@ -61,7 +62,7 @@ class ImageRecipe:
     warmup: int = 100
 
 
-def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., None], report: Progress) -> Path | None:
+def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., None], report: Report) -> Path | None:
     """The directory of `toy:NAME` (seed 0) or `toy:NAME-SEED`, made once per machine; None if it is neither."""
     match = re.fullmatch(rf"toy:{name}(?:-(\d{{1,9}}))?", path)
     if match is None:
@@ -86,7 +87,7 @@ def build(
     words: Sequence[str],
     recipe: ImageRecipe,
     captioned: Callable[[Any], DrawBatch],
-    report: Progress | None = None,
+    report: Report | None = None,
 ) -> None:
     """Train on what `captioned(pipeline)` draws and write the pipeline. The global random state is left as it was."""
     with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
@@ -215,7 +216,7 @@ def _t5(vocabulary: int) -> Any:
     return T5EncoderModel(config).eval()
 
 
-def _train(pipe: Any, recipe: ImageRecipe, draw: DrawBatch, generator: torch.Generator, report: Progress) -> None:
+def _train(pipe: Any, recipe: ImageRecipe, draw: DrawBatch, generator: torch.Generator, report: Report) -> None:
     """Flow matching with AdamW: at x_σ = (1 − σ)·data + σ·noise, predict noise − data."""
     model = pipe.transformer
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)

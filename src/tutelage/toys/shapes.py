@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.models.sources import ModelError, Progress
+from tutelage.data.notes import Report
+from tutelage.models.sources import ModelError
 from tutelage.toys import images as toy_images
 from tutelage.toys.images import ImageRecipe
 
@@ -75,7 +76,7 @@ def write_prompts(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def from_toy(path: str, report: Progress) -> Path:
+def from_toy(path: str, report: Report) -> Path:
     """The directory of `toy:shapes` (seed 0) or `toy:shapes-SEED`, made once per machine."""
     found = toy_images.by_seed(path, "shapes", _VERSION, "training a tiny model that paints shapes", build, report)
     if found is None:
@@ -85,7 +86,7 @@ def from_toy(path: str, report: Progress) -> Path:
     return found
 
 
-def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Progress | None = None) -> None:
+def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
     """Train the image model and write its pipeline."""
     toy_images.build(directory, seed, WORDS, recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tutelage.models.sources import ModelError, Progress
+from tutelage.data.notes import Report
+from tutelage.models.sources import ModelError
 
 
-def pipeline_directory(path: str, report: Progress) -> Path:
+def pipeline_directory(path: str, report: Report) -> Path:
     """A directory as it is, or what `toy:digits`, `toy:shapes` and their relatives stand for, made once per machine."""
     if path.startswith("toy:shape"):
         from tutelage.toys.shapes import from_toy as shapes
