@@ -53,14 +53,15 @@ class Prompts:
 
 def prepare(model: str, cut: Sequence[int], directory: Path) -> tuple[Path, Path]:
     """Directories of the teacher (the whole model) and of the student (layers cut out, written to `directory`)."""
-    from tutelage.config.schema import Student
+    import tutelage.toys  # noqa: F401  enters the makers of toy:NAME
+    from tutelage.config.schema import TextStudentSettings
     from tutelage.models.loading import load_causal_lm, save_hf
     from tutelage.models.sources import resolve
     from tutelage.models.tokenizers import load_tokenizer
 
     teacher = resolve(model, progress=print)
     student = directory / "student"
-    settings = Student(path=str(teacher), drop_layers=tuple(cut), dtype="float32")
+    settings = TextStudentSettings(path=str(teacher), drop_layers=tuple(cut), dtype="float32")
     save_hf(load_causal_lm(settings), load_tokenizer(str(teacher)), student)
     return teacher, student
 

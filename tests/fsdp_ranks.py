@@ -29,7 +29,7 @@ from tutelage.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from tutelage.checkpoint.sharded import ShardedStore, load_shards
 from tutelage.checkpoint.store import CheckpointError
 from tutelage.checkpoint.tensor_file import TensorFile
-from tutelage.config.schema import Lora, Optimizer
+from tutelage.config.schema import LoraSettings, TextOptimizerSettings
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch
 from tutelage.learner.fsdp import Sharding, gather, join, shard
@@ -73,7 +73,7 @@ class Case:
             base = tiny.model()
             for parameter in base.parameters():  # what is frozen need not be wider than it computes
                 parameter.data = parameter.data.to(self.sharding.dtype or torch.float32)
-            apply_lora(base, Lora(rank=3), seed=0)
+            apply_lora(base, LoraSettings(rank=3), seed=0)
             torch.manual_seed(1)
             for _, parameter in trainable(base):
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -124,7 +124,7 @@ CASES = {
     "bfloat16_without_actions": Case("untied", hands=((3,), (0, 1, 2, 4, 5, 6)), sharding=HALF),
 }
 UPDATES = {
-    f"{kind}_{name}": (Case(kind), Optimizer(name=name, lr=lr, weight_decay=0.01))
+    f"{kind}_{name}": (Case(kind), TextOptimizerSettings(name=name, lr=lr, weight_decay=0.01))
     for kind in ("untied", "tied", "lora")
     for name, lr in (("sgd", 1.0), ("adamw", 1e-2))
 }
@@ -141,7 +141,11 @@ def gradient_of(case: Case, model: CausalLM, ranks: Ranks = alone) -> tuple[dict
 
 
 def train(
-    case: Case, settings: Optimizer, model: CausalLM, ranks: Ranks = alone, seeds: Sequence[int] = range(STEPS)
+    case: Case,
+    settings: TextOptimizerSettings,
+    model: CausalLM,
+    ranks: Ranks = alone,
+    seeds: Sequence[int] = range(STEPS),
 ) -> tuple[Named, torch.optim.Optimizer, list[dict[str, float]]]:
     """Some updates, each from another batch."""
     named = case.named(model)

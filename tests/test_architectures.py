@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import tiny
-from tutelage.config.schema import Model
+from tutelage.config.schema import ModelSettings
 from tutelage.models import causal_lm, small_copy
 from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention
 from tutelage.models.causal_lm import CausalLM, fill_cache
@@ -194,16 +194,16 @@ def test_an_architecture_with_attention_of_its_own_is_refused_by_name(kind: str,
         rf"config\.json: {name}ForCausalLM \(model_type '{kind}'\) computes attention by itself.*choose another model"
     )
     with pytest.raises(ModelError, match=said):
-        load_causal_lm(Model(path=str(tmp_path), dtype="float32"), attention=NAME)
+        load_causal_lm(ModelSettings(path=str(tmp_path), dtype="float32"), attention=NAME)
     with pytest.raises(ModelError, match=said):
-        check_files(Model(path=str(tmp_path)))
+        check_files(ModelSettings(path=str(tmp_path)))
 
 
 def test_an_encoder_is_refused_by_name(tmp_path: Path) -> None:
     CONFIG_MAPPING["vit"]().save_pretrained(tmp_path)
     save_file({"never_read": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"config\.json: transformers has no causal language model .* 'vit'"):
-        check_files(Model(path=str(tmp_path)))
+        check_files(ModelSettings(path=str(tmp_path)))
 
 
 # ── the small copy ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +294,7 @@ def test_phimoe_is_loaded_with_the_router_that_it_has(tmp_path: Path) -> None:
     model = small_copy._build(config)
     model.save_pretrained(tmp_path)
     said: list[str] = []
-    loaded = load_causal_lm(Model(path=str(tmp_path), dtype="float32"), attention="eager", progress=said.append)
+    loaded = load_causal_lm(ModelSettings(path=str(tmp_path), dtype="float32"), attention="eager", progress=said.append)
     row = rows_of(21)[0]
     torch.testing.assert_close(own_logits(loaded, row), own_logits(model, row))
     assert any("attention_dropout set from 0.1 to 0" in line for line in said)

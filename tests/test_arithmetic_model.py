@@ -10,16 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tutelage.config.schema import Model
+from tutelage.config.schema import ModelSettings
+from tutelage.data.notes import Report
 from tutelage.models.loading import load_causal_lm
-from tutelage.models.sources import ModelError, Progress, resolve
+from tutelage.models.sources import ModelError, resolve
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.toys import arithmetic
-from tutelage.toys.arithmetic import Recipe, build, problems, write_problems
+from tutelage.toys.arithmetic import ArithmeticRecipe, build, problems, write_problems
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "arithmetic"
-SHORT = Recipe(hidden=32, heads=2, feed_forward=64, steps=100, correct_steps=90, batch=64, lr=1e-2, warmup=10, decay=20)
-TINY = Recipe(hidden=8, heads=1, feed_forward=8, steps=3, correct_steps=2, batch=4)
+SHORT = ArithmeticRecipe(
+    hidden=32, heads=2, feed_forward=64, steps=100, correct_steps=90, batch=64, lr=1e-2, warmup=10, decay=20
+)
+TINY = ArithmeticRecipe(hidden=8, heads=1, feed_forward=8, steps=3, correct_steps=2, batch=4)
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -86,7 +89,7 @@ class TestTokenizer:
 
 class TestBuilding:
     def test_it_loads_and_has_learned_something(self, made: Path) -> None:
-        model, tokenizer = load_causal_lm(Model(path=str(made), dtype="float32")), SafeTokenizer.load(made)
+        model, tokenizer = load_causal_lm(ModelSettings(path=str(made), dtype="float32")), SafeTokenizer.load(made)
         assert model.config.vocab_size == tokenizer.vocab_size <= 32
         large = [row for row in rows("test") if len(row["ground_truth"]) == 3]
         texts = [f"{row['prompt']}{row['ground_truth']}<end>" for row in large]
@@ -123,7 +126,7 @@ class TestBuilding:
     def test_mistakes_come_at_the_asked_rate_and_only_when_asked(self) -> None:
         pairs = [(37, 85), (12, 81)]
         examples = arithmetic._Examples.of(pairs)
-        recipe = Recipe(forget=0.5, slip=0.0, batch=4000)
+        recipe = ArithmeticRecipe(forget=0.5, slip=0.0, batch=4000)
         generator = torch.Generator().manual_seed(0)
         prompts, answers = examples.draw(recipe, False, generator)
         sums = {tuple(p.tolist()): a for p, a in zip(examples.prompts, examples.right, strict=True)}
@@ -142,7 +145,9 @@ class TestPaths:
         monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
-        def quick(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
+        def quick(
+            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Report | None = None
+        ) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
 
@@ -158,13 +163,15 @@ class TestPaths:
         assert "once" in lines[0]
         assert any("step 3 of 3" in line for line in lines)
         SafeTokenizer.load("toy:arithmetic")
-        load_causal_lm(Model(path="toy:arithmetic", dtype="float32"))
+        load_causal_lm(ModelSettings(path="toy:arithmetic", dtype="float32"))
         assert seeds == [0, 3]
 
     def test_a_failed_build_leaves_nothing(
         self, seeds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
+        def fail(
+            directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Report | None = None
+        ) -> None:
             (directory / "config.json").write_text("{}")
             raise KeyboardInterrupt
 

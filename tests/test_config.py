@@ -22,22 +22,22 @@ from tutelage.config.load import ConfigError, dump, leaves, load
 from tutelage.config.pools import pool_members
 from tutelage.config.resume import EXACT, ONLY_NULL, TO_ROUNDING
 from tutelage.config.schema import (
-    Checkpoint,
+    CheckpointSettings,
     Config,
-    Data,
+    DataSettings,
     Distill,
-    Lora,
-    Optimizer,
-    Pool,
+    LoraSettings,
+    PoolSettings,
     ReadWhen,
-    Record,
+    RecordSettings,
     Section,
-    Student,
-    Teacher,
-    TextRollout,
-    Validation,
+    TextOptimizerSettings,
+    TextRolloutSettings,
+    TextStudentSettings,
+    TextTeacherSettings,
+    TextValidationSettings,
 )
-from tutelage.config.show import Row, _is_read, plain, show, table
+from tutelage.config.show import SettingRow, _is_read, plain, show, table
 from tutelage.config.tree import Mistake, inline_yaml
 from tutelage.errors import UserError
 
@@ -135,7 +135,7 @@ def test_overrides_are_yaml_and_the_last_wins() -> None:
         "a.yaml",
         ["student.lora={rank: 8, targets: [q_proj]}", "student.lora.alpha=4", "seed=1", "seed=2", "name=a=b"],
     ).config
-    assert config.student.lora == Lora(rank=8, alpha=4.0, targets=("q_proj",))
+    assert config.student.lora == LoraSettings(rank=8, alpha=4.0, targets=("q_proj",))
     assert (config.seed, config.name, config.student.path) == (2, "a=b", "models/small")
     assert load("a.yaml", ["teachers.second.path=x", "data.teacher_column=t"]).config.teachers["second"].path == "x"
 
@@ -145,13 +145,13 @@ def test_null_takes_a_section_back() -> None:
     write("lora.yaml", "extends: base.yaml\nstudent: {lora: {rank: 4}}\n")
     write("child.yaml", "extends: lora.yaml\nstudent: {lora: null}\noptimizer:\n")
     loaded = load("child.yaml")
-    assert load("lora.yaml").config.student.lora == Lora(rank=4)
+    assert load("lora.yaml").config.student.lora == LoraSettings(rank=4)
     assert loaded.config.student.lora is None
     assert loaded.origins["student.lora"] == "child.yaml:2"
-    assert loaded.config.optimizer == Optimizer()
+    assert loaded.config.optimizer == TextOptimizerSettings()
     assert loaded.origins["optimizer.lr"] == "default"
     assert load("lora.yaml", ["student.lora=null"]).config.student.lora is None
-    assert load("lora.yaml", ["optimizer=null"]).config.optimizer == Optimizer()
+    assert load("lora.yaml", ["optimizer=null"]).config.optimizer == TextOptimizerSettings()
 
 
 def test_null_takes_a_teacher_away() -> None:
@@ -410,7 +410,7 @@ text = st.text(max_size=20)
 positive = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
 decay = st.floats(min_value=0, max_value=1, exclude_max=True)
 count = st.integers(1, 10**9)
-teachers = st.builds(Teacher, path=text, temperature=positive, system_prompt=st.none() | text)
+teachers = st.builds(TextTeacherSettings, path=text, temperature=positive, system_prompt=st.none() | text)
 configs = st.builds(
     Config,
     out=text,
@@ -418,18 +418,19 @@ configs = st.builds(
     steps=count,
     plugins=st.lists(text, max_size=3).map(tuple),
     student=st.builds(
-        Student,
+        TextStudentSettings,
         path=text,
         drop_layers=st.lists(st.integers(), max_size=4).map(tuple),
-        lora=st.none() | st.builds(Lora, rank=count, alpha=positive, targets=st.lists(text, max_size=2).map(tuple)),
+        lora=st.none()
+        | st.builds(LoraSettings, rank=count, alpha=positive, targets=st.lists(text, max_size=2).map(tuple)),
     ),
     teachers=st.dictionaries(text, teachers, min_size=1, max_size=3),
-    data=st.builds(Data, train=text, validation=st.none() | text, teacher_column=text, shuffle=st.booleans()),
-    rollout=st.builds(TextRollout, stop=st.lists(text, max_size=3).map(tuple), max_tokens=count),
-    validation=st.builds(Validation, every=count),
+    data=st.builds(DataSettings, train=text, validation=st.none() | text, teacher_column=text, shuffle=st.booleans()),
+    rollout=st.builds(TextRolloutSettings, stop=st.lists(text, max_size=3).map(tuple), max_tokens=count),
+    validation=st.builds(TextValidationSettings, every=count),
     algorithm=st.builds(Distill, objective=st.sampled_from(["reverse_kl", "jsd"]), beta=st.just(0.25)),
-    optimizer=st.builds(Optimizer, lr=positive, betas=st.tuples(decay, decay)),
-    record=st.builds(Record, writers=st.sampled_from([(), ("tensorboard",), ("wandb:a b", "tensorboard")])),
+    optimizer=st.builds(TextOptimizerSettings, lr=positive, betas=st.tuples(decay, decay)),
+    record=st.builds(RecordSettings, writers=st.sampled_from([(), ("tensorboard",), ("wandb:a b", "tensorboard")])),
 )
 
 
@@ -451,13 +452,13 @@ def test_text_survives_dump_and_override(value: str) -> None:
     assert yaml.safe_load(dump(config))["out"] == value, "other YAML readers must see the same text"
 
 
-def shown(*overrides: str) -> dict[str, Row]:
+def shown(*overrides: str) -> dict[str, SettingRow]:
     return {row.key: row for row in show(load(write("a.yaml"), overrides))}
 
 
 def test_show_lists_value_origin_and_description() -> None:
     rows = shown("optimizer.lr=1e-3")
-    assert rows["optimizer.lr"] == Row("optimizer.lr", 1e-3, "command line", "Peak learning rate.")
+    assert rows["optimizer.lr"] == SettingRow("optimizer.lr", 1e-3, "command line", "Peak learning rate.")
     assert rows["teachers.main.path"].origin == "a.yaml:4"
     assert "\n" not in rows["algorithm.objective"].description
 
@@ -483,29 +484,31 @@ def test_an_absent_section_is_one_key() -> None:
 
 
 def test_read_when_takes_tests_and_several_keys() -> None:
-    def several(teachers: dict[str, Teacher]) -> bool:
+    def several(teachers: dict[str, TextTeacherSettings]) -> bool:
         return len(teachers) > 1
 
     class Marked(Section):
         with_file: Annotated[int, ReadWhen({"data.validation": bool})] = 0
         with_two: Annotated[int, ReadWhen({"teachers": several, "optimizer.name": ("sgd",)})] = 0
-        section: Annotated[Checkpoint, ReadWhen({"teachers.main.path": ("x",)})] = Checkpoint()
+        section: Annotated[CheckpointSettings, ReadWhen({"teachers.main.path": ("x",)})] = CheckpointSettings()
 
     def read(**changes: Any) -> list[str]:
         base = load(write("a.yaml")).config
         config = base.model_copy(update=changes)
         return [name for name, field in Marked.model_fields.items() if _is_read(field, config)]
 
-    two = {"main": Teacher(path="x"), "b": Teacher(path="y")}
+    two = {"main": TextTeacherSettings(path="x"), "b": TextTeacherSettings(path="y")}
     assert read() == []
-    assert read(data=Data(train="t", validation="v")) == ["with_file"]
+    assert read(data=DataSettings(train="t", validation="v")) == ["with_file"]
     assert read(teachers=two) == ["section"]
-    assert read(teachers=two, optimizer=Optimizer(name="sgd")) == ["with_two", "section"]
+    assert read(teachers=two, optimizer=TextOptimizerSettings(name="sgd")) == ["with_two", "section"]
 
 
 def test_every_condition_names_a_key_that_exists() -> None:
     config = load(write("a.yaml")).config
-    for _, _, fields in leaves(config.model_copy(update={"student": Student(path="p", lora=Lora())})):
+    for _, _, fields in leaves(
+        config.model_copy(update={"student": TextStudentSettings(path="p", lora=LoraSettings())})
+    ):
         assert all(_is_read(field, config) in (True, False) for field in fields)
 
 
@@ -557,7 +560,12 @@ ON_RAY = MINIMAL + "runtime: ray\n"
 def test_a_cluster_needs_few_lines() -> None:
     write("a.yaml", ON_RAY + "pools: {main: {replicas: 2}}\n")
     pools = load("a.yaml").config.pools
-    assert pools == {"main": Pool(replicas=2), "rewards": Pool(), "student": Pool(), "learner": Pool()}
+    assert pools == {
+        "main": PoolSettings(replicas=2),
+        "rewards": PoolSettings(),
+        "student": PoolSettings(),
+        "learner": PoolSettings(),
+    }
     assert load(write("b.yaml", dump(load("a.yaml").config))).config.pools == pools
 
 

@@ -23,7 +23,7 @@ from test_packing import ARCHITECTURES, random_tokens
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.algorithms.distill import distill
 from tutelage.backends.ray import actors
-from tutelage.config.schema import Pool
+from tutelage.config.schema import PoolSettings
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, Key
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
@@ -292,10 +292,10 @@ def test_the_pretended_device_refuses_what_a_gpu_would() -> None:
 
 
 def test_a_pool_of_gpus_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert actors.device_of("student", Pool()) == "cpu"
+    assert actors.device_of("student", PoolSettings()) == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert actors.device_of("student", Pool(device="gpu")) == "cuda"
+    assert actors.device_of("student", PoolSettings(device="gpu")) == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"pools\.student\.device is gpu, but torch sees no GPU .*DEVICES: 3;"):
-        actors.device_of("student", Pool(device="gpu"))
+        actors.device_of("student", PoolSettings(device="gpu"))

@@ -14,16 +14,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tutelage.data.notes import Report
 from tutelage.models.flow.contract import Size, collate
 from tutelage.models.flow.loading import load_flow_model
-from tutelage.models.sources import ModelError, Progress
+from tutelage.models.sources import ModelError
 from tutelage.policy.flow import step
 from tutelage.rewards.contract import Answer, Media
 from tutelage.rewards.functions.classifier import classifier
 from tutelage.toys import digits
 from tutelage.toys import images as toy_images
 from tutelage.toys.digits import RECIPE, build, from_toy, images, prompts, write_prompts
-from tutelage.toys.images import Recipe
+from tutelage.toys.images import ImageRecipe
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "digits"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
@@ -168,7 +169,7 @@ class TestPaths:
         monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
-        def quick(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+        def quick(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
 
@@ -188,7 +189,7 @@ class TestPaths:
     def test_a_failed_build_leaves_nothing(
         self, seeds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+        def fail(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
             (directory / "model_index.json").write_text("{}")
             raise KeyboardInterrupt
 

@@ -92,11 +92,11 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> list[ApartEngine]:
     def build_apart(spec: TextSpec) -> ApartEngine:
         own = spec.load
         if spec.shares_weights:  # a model of its own, as an engine in another process has
-            from tutelage.config.schema import Student
+            from tutelage.config.schema import TextStudentSettings
             from tutelage.data.notes import silent
             from tutelage.modality.text_models import ATTENTION, load_causal_lm, on_packs
 
-            settings = Student(path=spec.path, dtype="float32")
+            settings = TextStudentSettings(path=spec.path, dtype="float32")
             own = lambda: on_packs(load_causal_lm(settings, attention=ATTENTION), "student", settings, silent)  # noqa: E731
         built.append(ApartEngine(build(replace(spec, load=own, shares_weights=False))))
         return built[-1]

@@ -73,7 +73,7 @@ def trained(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
     return torch.tensor(before, dtype=torch.float64), torch.tensor(after, dtype=torch.float64)
 
 
-def factors(kind: flow.Kind, sigma: Tensor, after: Tensor, level: float = 0.7) -> tuple[Tensor, Tensor]:
+def factors(kind: flow.StepKind, sigma: Tensor, after: Tensor, level: float = 0.7) -> tuple[Tensor, Tensor]:
     """Ours over published, at each step: the KL to a reference, and the log-ratio of a sample."""
     x, v, other, z = (doubles(len(sigma), 5, seed=seed) for seed in range(4))
     ours, reference = (flow.transition(x, each, sigma, after, kind=kind, noise_level=level) for each in (v, other))

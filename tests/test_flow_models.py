@@ -12,9 +12,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
 import tiny_flow
-from tutelage.config.schema import Lora
+from tutelage.config.schema import LoraSettings
 from tutelage.models.flow.base import PipelineModel
-from tutelage.models.flow.contract import Batch, Size, collate
+from tutelage.models.flow.contract import ConditioningBatch, Size, collate
 from tutelage.models.flow.flux import Flux
 from tutelage.models.flow.loading import load_flow_model
 from tutelage.models.flow.qwen_image import QwenImage
@@ -57,7 +57,7 @@ def noise(model: PipelineModel, kind: str, seed: int, rows: int = 3) -> Tensor:
 
 def adapted(model: PipelineModel) -> PipelineModel:
     """With an adapter that has already learned something."""
-    model.add_lora(Lora(rank=2, alpha=4.0), seed=1)
+    model.add_lora(LoraSettings(rank=2, alpha=4.0), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for _, parameter in trainable(model.transformer):
@@ -66,7 +66,7 @@ def adapted(model: PipelineModel) -> PipelineModel:
 
 
 @torch.no_grad()
-def rollout(model: PipelineModel, kind: str, batch: Batch) -> dict[str, Tensor]:
+def rollout(model: PipelineModel, kind: str, batch: ConditioningBatch) -> dict[str, Tensor]:
     """STEPS steps, random at TRAINED ones, of which everything that replay needs is stacked as [steps, rows, …]."""
     sigmas = model.sigmas(STEPS, tiny_flow.PIPELINES[kind][1])
     x = noise(model, kind, 0)
@@ -85,7 +85,7 @@ def rollout(model: PipelineModel, kind: str, batch: Batch) -> dict[str, Tensor]:
     return {name: torch.stack(values) for name, values in kept.items()} | {"final": x}
 
 
-def replay(model: PipelineModel, kind: str, batch: Batch, rows: dict[str, Tensor]) -> Tensor:
+def replay(model: PipelineModel, kind: str, batch: ConditioningBatch, rows: dict[str, Tensor]) -> Tensor:
     velocity = model.velocity(rows["latents"], rows["sigma"], batch, GUIDANCE)
     now = flow.transition(rows["latents"], velocity, rows["sigma"], rows["sigma_next"], kind="sde", noise_level=0.7)
     return flow.log_prob(rows["next"], now.mean, now.std)
@@ -196,7 +196,7 @@ def test_weights_that_learn_go_into_a_freshly_loaded_model(kind: str, directorie
     model = adapted(fresh(kind))
     saved = {name: weight.detach().clone() for name, weight in trainable(model.transformer)}
     other = load_flow_model(directories[kind])
-    other.add_lora(Lora(rank=2, alpha=4.0), seed=9)
+    other.add_lora(LoraSettings(rank=2, alpha=4.0), seed=9)
     batch, x, sigma = collate(conditioning(model, kind)), noise(model, kind, 5), torch.tensor([0.9, 0.5, 0.2])
     with torch.no_grad():
         wanted = model.velocity(x, sigma, batch, 1.0)
@@ -229,7 +229,7 @@ def test_first_values_of_an_adapter_come_from_its_seed() -> None:
     for seed in (1, 1, 2):
         model = fresh("wan")
         state = torch.get_rng_state()
-        model.add_lora(Lora(rank=2), seed=seed)
+        model.add_lora(LoraSettings(rank=2), seed=seed)
         assert torch.equal(torch.get_rng_state(), state)
         drawn.append(next(p for name, p in trainable(model.transformer) if "lora_A" in name))
     assert torch.equal(drawn[0], drawn[1])
@@ -238,7 +238,7 @@ def test_first_values_of_an_adapter_come_from_its_seed() -> None:
 
 def test_an_adapter_on_a_bfloat16_model_learns_in_float32(directories: dict[str, Path]) -> None:
     model = load_flow_model(directories["sd3"], dtype=torch.bfloat16)
-    model.add_lora(Lora(rank=2), seed=0)
+    model.add_lora(LoraSettings(rank=2), seed=0)
     assert {p.dtype for _, p in trainable(model.transformer)} == {torch.float32}
     assert {p.dtype for p in model.transformer.parameters() if not p.requires_grad} == {torch.bfloat16}
 
@@ -299,7 +299,7 @@ def test_refusals_say_what_to_do() -> None:
     with pytest.raises(ModelError, match="comes with UniPCMultistepScheduler: expected FlowMatchEuler"):
         StableDiffusion3(pipe)
     with pytest.raises(ModelError, match=r"no linear layer is called attn.to_z; layers here: .*attn.to_q"):
-        sd3.add_lora(Lora(targets=("attn.to_z",)), seed=0)
+        sd3.add_lora(LoraSettings(targets=("attn.to_z",)), seed=0)
 
 
 def test_directories_that_are_no_pipeline_are_refused(directories: dict[str, Path], tmp_path: Path) -> None:

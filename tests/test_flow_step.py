@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tutelage.policy import flow
-from tutelage.policy.flow import Kind
+from tutelage.policy.flow import StepKind
 
 
 def parts(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +55,7 @@ def test_cps_is_the_written_formula_and_keeps_the_noise_at_sigma() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps"])
-def test_log_prob_is_that_of_a_normal_distribution(kind: Kind) -> None:
+def test_log_prob_is_that_of_a_normal_distribution(kind: StepKind) -> None:
     x, v, z = parts((4, 3, 5, 2))
     sigma, after = schedule(4)
     got = flow.step(x, v, sigma, after, kind=kind, noise_level=0.6, noise=z)
@@ -67,7 +67,7 @@ def test_log_prob_is_that_of_a_normal_distribution(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ode", "sde", "cps"])
-def test_without_noise_it_is_the_euler_step_of_diffusers(kind: Kind) -> None:
+def test_without_noise_it_is_the_euler_step_of_diffusers(kind: StepKind) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(7)
     x, v, _ = parts((2, 3, 4, 4))
@@ -92,7 +92,7 @@ def mixture_velocity(x: Tensor, sigma: float) -> Tensor:
     return (share * (sigma / variance * away - MEANS - (1 - sigma) * SPREADS**2 / variance * away)).sum(dim=1)
 
 
-def endpoints(kind: Kind, level: float, steps: int = 100, rows: int = 40_000) -> Tensor:
+def endpoints(kind: StepKind, level: float, steps: int = 100, rows: int = 40_000) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     # Quantiles instead of draws at the start: the error that remains is the step's own.
     x = torch.special.ndtri((torch.arange(rows, dtype=torch.float64) + 0.5) / rows)
@@ -145,7 +145,7 @@ def test_the_marginal_test_sees_a_missing_correction() -> None:
     kind=st.sampled_from(["sde", "cps"]),
     seed=st.integers(0, 99),
 )
-def test_rows_are_independent_for_all_shapes(shape: list[int], rows: int, kind: Kind, seed: int) -> None:
+def test_rows_are_independent_for_all_shapes(shape: list[int], rows: int, kind: StepKind, seed: int) -> None:
     x, v, z = parts((rows, *shape), seed)
     sigma, after = schedule(rows)
     level = torch.linspace(0.2, 0.9, rows)

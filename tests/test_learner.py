@@ -19,7 +19,7 @@ from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.algorithms.distill import distill
 from tutelage.algorithms.objectives import Settings
 from tutelage.algorithms.policy import PolicySettings
-from tutelage.config.schema import Lora, Optimizer
+from tutelage.config.schema import LoraSettings, TextOptimizerSettings
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, Key
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
@@ -445,7 +445,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone() -> None:
     named = list(trainable(model.model))
     before = {name: p.detach().clone() for name, p in named}
     parameters = [p for _, p in named]
-    optimizer = build_optimizer(Optimizer(lr=1.0), named)
+    optimizer = build_optimizer(TextOptimizerSettings(lr=1.0), named)
     with pytest.raises(NonFiniteLoss):
         update(model, optimizer, poisoned("teacher_logp", [5]), algorithm("k2").losses, LIMITS, 1.0, parameters)
     assert all(torch.equal(p, before[name]) for name, p in named)
@@ -474,7 +474,7 @@ def test_sgd_takes_the_clipped_gradient_times_the_rate(clip_norm: float) -> None
     model = tiny.causal_lm(seed=0)
     named = list(trainable(model.model))
     before = {name: p.detach().clone() for name, p in named}
-    optimizer = build_optimizer(Optimizer(name="sgd", lr=0.5), named)
+    optimizer = build_optimizer(TextOptimizerSettings(name="sgd", lr=0.5), named)
     for _, p in named:
         p.grad = torch.ones_like(p)  # left over from somewhere
     metrics, columns = update(model, optimizer, batch, algorithm().losses, LIMITS, clip_norm, [p for _, p in named])
@@ -489,13 +489,13 @@ def test_sgd_takes_the_clipped_gradient_times_the_rate(clip_norm: float) -> None
 
 def test_lora_trains_the_adapter_and_nothing_else() -> None:
     model = tiny.model(seed=0)
-    apply_lora(model, Lora(rank=2), seed=0)
+    apply_lora(model, LoraSettings(rank=2), seed=0)
     student = CausalLM(model)
     named = list(trainable(model))
     assert named
     assert all("lora_" in name for name, _ in named)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(Optimizer(name="sgd", lr=1.0), named)
+    optimizer = build_optimizer(TextOptimizerSettings(name="sgd", lr=1.0), named)
     batch = make_batch()
     first, _ = update(student, optimizer, batch, algorithm().losses, LIMITS, 1e6, [p for _, p in named])
     second, _ = update(student, optimizer, batch, algorithm().losses, LIMITS, 1e6, [p for _, p in named])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from tutelage.config.schema import Optimizer
+from tutelage.config.schema import TextOptimizerSettings
 from tutelage.data.ragged import Ragged
 from tutelage.learner.optimizer import build_optimizer, learning_rate
 from tutelage.learner.packing import micro_batches
@@ -32,14 +32,14 @@ from tutelage.models.weights import trainable
     ],
 )
 def test_the_learning_rate_of_each_step(settings: dict[str, Any], expected: list[float]) -> None:
-    optimizer = Optimizer(lr=2.0, **settings)
+    optimizer = TextOptimizerSettings(lr=2.0, **settings)
     rates = [learning_rate(optimizer, step, len(expected)) for step in range(1, len(expected) + 1)]
     assert rates == pytest.approx([2.0 * rate for rate in expected])
 
 
 def test_weight_decay_is_for_matrices() -> None:
     named = list(trainable(tiny.causal_lm().model))
-    groups = build_optimizer(Optimizer(weight_decay=0.1), named).param_groups
+    groups = build_optimizer(TextOptimizerSettings(weight_decay=0.1), named).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert all(p.ndim >= 2 for p in groups[0]["params"])
     assert all(p.ndim < 2 for p in groups[1]["params"])

@@ -25,7 +25,7 @@ from tutelage.backends.ray import actors
 from tutelage.checkpoint.store import Checkpoint, CheckpointStore
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
-from tutelage.config.schema import Config, Optimizer
+from tutelage.config.schema import Config, TextOptimizerSettings
 from tutelage.learner.masters import with_masters
 from tutelage.learner.optimizer import build_optimizer
 from tutelage.learner.schedule import Schedule
@@ -274,7 +274,7 @@ def test_one_update_changes_masters_by_the_gradient_that_was_added(name: Any) ->
     model = CausalLM(tiny.model().bfloat16())
     before = {key: p.detach().float().clone() for key, p in trainable(model.model)}
     named, rounded = with_masters(tuple(trainable(model.model)), {})
-    optimizer = build_optimizer(Optimizer(name=name, lr=1e-3), named)
+    optimizer = build_optimizer(TextOptimizerSettings(name=name, lr=1e-3), named)
     student = Trainable(model, optimizer, named, rounded=rounded)
     for _ in range(2):  # what the first one leaves in the gradients is no part of the second
         metrics, _ = update(model, optimizer, make_batch(), algorithm().losses, LIMITS, 1e6, student.parameters)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import tiny
-from tutelage.config.schema import Lora, Model, Student
+from tutelage.config.schema import LoraSettings, ModelSettings, TextStudentSettings
 from tutelage.models import dtype as dtype_module
 from tutelage.models.heads import head_vocabulary, load_head
 from tutelage.models.loading import apply_lora, cut_layers, load_causal_lm, save_hf
@@ -40,8 +40,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def float32(path: Path | str, **more: Any) -> Student:
-    return Student(path=str(path), dtype="float32", **more)
+def float32(path: Path | str, **more: Any) -> TextStudentSettings:
+    return TextStudentSettings(path=str(path), dtype="float32", **more)
 
 
 def cut_by_hand(name: str, keep: list[int]) -> PreTrainedModel:
@@ -80,7 +80,7 @@ class TestLoading:
 
     def test_explicit_bfloat16(self, saved: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dtype_module, "PROBE", 'print(\'{"speedup": 0.5, "error": 0.001}\')')
-        assert load_causal_lm(Model(path=str(saved), dtype="bfloat16")).dtype == torch.bfloat16
+        assert load_causal_lm(ModelSettings(path=str(saved), dtype="bfloat16")).dtype == torch.bfloat16
 
     def test_dropout_is_switched_off(self, tmp_path: Path) -> None:
         tiny.of_kind("gpt2").save_pretrained(tmp_path)
@@ -148,9 +148,9 @@ class TestDropLayers:
             cut_layers(AutoModelForCausalLM.from_config(config), [0])
 
 
-def trained(model: PreTrainedModel, settings: Lora | None = None) -> peft.PeftModel:
+def trained(model: PreTrainedModel, settings: LoraSettings | None = None) -> peft.PeftModel:
     """With an adapter that does something."""
-    adapted = apply_lora(model, settings or Lora(rank=2, alpha=4), seed=1)
+    adapted = apply_lora(model, settings or LoraSettings(rank=2, alpha=4), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -162,7 +162,7 @@ def trained(model: PreTrainedModel, settings: Lora | None = None) -> peft.PeftMo
 class TestLora:
     @pytest.mark.parametrize("name", list(tiny.KINDS))
     def test_all_linear_layers_but_the_head(self, name: str) -> None:
-        adapted = apply_lora(tiny.of_kind(name), Lora(rank=2), seed=0)
+        adapted = apply_lora(tiny.of_kind(name), LoraSettings(rank=2), seed=0)
         trainable = {n for n, p in adapted.named_parameters() if p.requires_grad}
         hit = {n.split(".lora_")[0].rsplit(".", 1)[-1] for n in trainable}
         gpt2 = {"c_attn", "c_proj", "c_fc"}
@@ -176,24 +176,24 @@ class TestLora:
         state = torch.get_rng_state()
         model = tiny.of_kind("llama")
         torch.set_rng_state(state)
-        first = apply_lora(model, Lora(rank=2), seed=3)
+        first = apply_lora(model, LoraSettings(rank=2), seed=3)
         assert torch.equal(torch.get_rng_state(), state)
         torch.manual_seed(99)
         second, third = (
-            apply_lora(tiny.of_kind("llama"), Lora(rank=2), seed=3),
-            apply_lora(tiny.of_kind("llama"), Lora(rank=2), seed=4),
+            apply_lora(tiny.of_kind("llama"), LoraSettings(rank=2), seed=3),
+            apply_lora(tiny.of_kind("llama"), LoraSettings(rank=2), seed=4),
         )
         a, b, c = ([p for n, p in m.named_parameters() if "lora_A" in n] for m in (first, second, third))
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
         assert not any(torch.equal(x, y) for x, y in zip(a, c, strict=True))
 
     def test_targets(self) -> None:
-        adapted = apply_lora(tiny.of_kind("llama"), Lora(rank=2, targets=("q_proj",)), seed=0)
+        adapted = apply_lora(tiny.of_kind("llama"), LoraSettings(rank=2, targets=("q_proj",)), seed=0)
         assert sum(p.requires_grad for p in adapted.parameters()) == 8
         with pytest.raises(ModelError, match=r"no module is called qq_proj; .*q_proj"):
-            apply_lora(tiny.of_kind("llama"), Lora(targets=("q_proj", "qq_proj")), seed=0)
+            apply_lora(tiny.of_kind("llama"), LoraSettings(targets=("q_proj", "qq_proj")), seed=0)
         with pytest.raises(ModelError, match="tied"):
-            apply_lora(tiny.of_kind("tied"), Lora(targets=("q_proj", "lm_head")), seed=0)
+            apply_lora(tiny.of_kind("tied"), LoraSettings(targets=("q_proj", "lm_head")), seed=0)
 
 
 class TestSaving:
@@ -217,7 +217,7 @@ class TestSaving:
         torch.testing.assert_close(tiny.logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected)
 
     def test_merged_embedding(self, tmp_path: Path) -> None:
-        model = trained(tiny.of_kind("llama"), Lora(rank=2, targets=("embed_tokens", "lm_head", "q_proj")))
+        model = trained(tiny.of_kind("llama"), LoraSettings(rank=2, targets=("embed_tokens", "lm_head", "q_proj")))
         save_hf(model, tiny.tokenizer(), tmp_path / "out", keep_adapter=False)
         torch.testing.assert_close(tiny.logits(load_causal_lm(float32(tmp_path / "out"))), tiny.logits(model))
 
@@ -298,7 +298,7 @@ def test_every_load_refuses_code_in_the_directory() -> None:
 
 @pytest.mark.parametrize("load", [head_vocabulary, load_head, load_causal_lm])
 def test_code_in_the_directory_is_not_run_and_nobody_is_asked(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[Student], Any]
+    saved: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[TextStudentSettings], Any]
 ) -> None:
     def asked(*_: Any) -> str:
         raise AssertionError("somebody was asked")

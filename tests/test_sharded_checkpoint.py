@@ -16,7 +16,7 @@ from fsdp_ranks import CHECKPOINTED, STEPS, contents, go_on, restore, train
 from test_learner import distance
 from tutelage.checkpoint.sharded import ShardedStore, load_shards
 from tutelage.checkpoint.store import CheckpointError, CheckpointStore
-from tutelage.config.schema import Model
+from tutelage.config.schema import ModelSettings
 from tutelage.learner.optimizer import build_optimizer
 from tutelage.learner.ranks import alone
 from tutelage.models.loading import load_causal_lm, save_hf
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_ranks_becomes_one_hugging_face_directory(two: Path, tmp
     model = CASE.model()
     copy_named(CASE.named(model), load_shards(two / "checkpoints" / "step-000002", {}, alone).tensors["model"])
     save_hf(model.model, tiny.tokenizer(), tmp_path / "out")
-    again = load_causal_lm(Model(path=str(tmp_path / "out"), dtype="float32"))
+    again = load_causal_lm(ModelSettings(path=str(tmp_path / "out"), dtype="float32"))
     expected = train(CASE, SETTINGS, CASE.model(), seeds=range(2))[0]
     assert distance({n: p.detach() for n, p in again.named_parameters()}, {n: p.detach() for n, p in expected}) < 1e-3
 

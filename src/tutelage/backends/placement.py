@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tutelage.config.schema import Pool
+from tutelage.config.schema import PoolSettings
 from tutelage.errors import UserError
 
 Device = Literal["cpu", "gpu"]
@@ -93,7 +93,7 @@ class Placement:
         )
 
 
-def bundles(pools: Mapping[str, Pool]) -> tuple[Bundle, ...]:
+def bundles(pools: Mapping[str, PoolSettings]) -> tuple[Bundle, ...]:
     """Return the bundles of all replicas of all pools."""
     return tuple(
         Bundle(name, replica, pool.device, pool.devices, pool.straddle)
@@ -107,7 +107,7 @@ def left_for_pools(nodes: Sequence[Node]) -> tuple[Node, ...]:
     return tuple(replace(node, cpus=max(node.cpus - QUEUE_CPUS, 0)) for node in nodes)
 
 
-def place(pools: Mapping[str, Pool], nodes: Sequence[Node]) -> Placement:
+def place(pools: Mapping[str, PoolSettings], nodes: Sequence[Node]) -> Placement:
     """Assign every replica to nodes, all of which are free. Raises CannotPlace with the numbers if they do not fit."""
     asked, found, refused = bundles(pools), dict[Bundle, Place](), list[Device]()
     for kind in DEVICES:
@@ -206,7 +206,7 @@ def _take(devices: int, free: list[int]) -> list[tuple[int, int]]:
     return taken
 
 
-def _reasons(kind: Device, pools: Mapping[str, Pool], nodes: Sequence[Node]) -> Iterable[str]:
+def _reasons(kind: Device, pools: Mapping[str, PoolSettings], nodes: Sequence[Node]) -> Iterable[str]:
     """Explain what is asked and what is available, by pool."""
     unit, offers = kind.upper(), [node.devices(kind) for node in nodes]
     wanted = {name: pool for name, pool in pools.items() if pool.device == kind}
@@ -234,7 +234,7 @@ def summary(offers: Sequence[int], unit: str) -> str:
     return f"{len(offers)} nodes with {', '.join(map(str, offers))} {unit}s"
 
 
-def size(pool: Pool) -> str:
+def size(pool: PoolSettings) -> str:
     """Format as `2 × 4 GPUs`: replicas × devices."""
     return f"{pool.replicas} × {pool.devices} {pool.device.upper()}{plural(pool.devices)}"
 

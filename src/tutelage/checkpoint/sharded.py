@@ -42,7 +42,7 @@ from tutelage.checkpoint.store import (
 from tutelage.checkpoint.tensor_file import Seal, TensorFile
 from tutelage.data import durable
 
-Named = Mapping[str, Mapping[str, Tensor]]
+NamedTensors = Mapping[str, Mapping[str, Tensor]]
 """By file stem (model, optimizer, …), then by name."""
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class ShardedStore(CheckpointStore):
     def save_shards(
         self,
         step: int,
-        tensors: Named,
+        tensors: NamedTensors,
         state: Mapping[str, Any],
         *,
         best: bool = False,
@@ -109,7 +109,7 @@ class ShardedStore(CheckpointStore):
             if folder not in waiting:
                 remove(folder)
 
-    def _lay_out(self, folder: Path, tensors: Named, layouts: dict[Path, TensorFile]) -> int:
+    def _lay_out(self, folder: Path, tensors: NamedTensors, layouts: dict[Path, TensorFile]) -> int:
         """This rank's files to be; returns their size."""
         for stem, named in tensors.items():
             name = f"{stem}-{self.ranks.number:05d}-of-{self.ranks.count:05d}"
@@ -144,7 +144,7 @@ class _Finished(TensorFile):
         return self.seal
 
 
-def load_shards(path: Path, like: Named, ranks: Everyone) -> Checkpoint:
+def load_shards(path: Path, like: NamedTensors, ranks: Everyone) -> Checkpoint:
     """Read a checkpoint, whoever wrote it; every rank calls this, and each checks the checksums of some of the files.
 
     A tensor comes sliced like the one of the same name in `like` (where that is a DTensor), else whole. What was saved

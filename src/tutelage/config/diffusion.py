@@ -11,28 +11,28 @@ from tutelage.config.algorithms import Learning
 from tutelage.config.base import ReadWhen, Section
 from tutelage.config.engines import known_engine
 from tutelage.config.schema import (
-    Engines,
-    Evaluation,
-    Lora,
-    Model,
-    Rollout,
+    EngineSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RolloutSettings,
     RunConfig,
-    TeacherModel,
-    UpdateRule,
+    TeacherSettings,
+    ValidationSettings,
 )
 
 DRIFT = 1e-5
 """A log-prob of the same step, computed in another micro-batch, differs by up to so much (float32)."""
 
 
-class DiffusionStudent(Model):
+class DiffusionStudentSettings(ModelSettings):
     path: str
     """Directory of a diffusers pipeline (Stable Diffusion 3, Qwen-Image, FLUX, Wan), or `toy:digits`, `toy:shapes`."""
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     """Train a low-rank adapter instead of all weights of the transformer; the reference then costs no memory."""
 
 
-class DiffusionTeacherEngineSettings(Section):
+class DiffusionScorerSettings(Section):
     kind: str = "diffusion"
     """Engine that scores: diffusion, in the process of its replica."""
 
@@ -42,7 +42,7 @@ class DiffusionTeacherEngineSettings(Section):
         return known_engine(kind, "media")
 
 
-class DiffusionEngineSettings(Engines):
+class DiffusionEngineSettings(EngineSettings):
     kind: str = "diffusion"
     """Engine that generates: diffusion, which shares the learner's weights when both are in one process."""
 
@@ -52,16 +52,16 @@ class DiffusionEngineSettings(Engines):
         return known_engine(kind, "media")
 
 
-class DiffusionTeacher(TeacherModel):
+class DiffusionTeacherSettings(TeacherSettings):
     guidance: float = Field(1.0, ge=1)
     """Classifier-free guidance of the teacher's own predictions; never copied from the student."""
     batch_steps: int = Field(64, ge=1)
     """Denoising steps that one scoring batch holds at most."""
-    engine: DiffusionTeacherEngineSettings = DiffusionTeacherEngineSettings()
+    engine: DiffusionScorerSettings = DiffusionScorerSettings()
     """The engine of its replicas."""
 
 
-class DiffusionRollout(Rollout):
+class DiffusionRolloutSettings(RolloutSettings):
     agent_loop: str = "diffusion"
     """Loop of rows that name none of their own."""
     height: int = Field(512, ge=1)
@@ -99,7 +99,7 @@ class DiffusionRollout(Rollout):
         return dtype
 
     @model_validator(mode="after")
-    def _window(self) -> DiffusionRollout:
+    def _window(self) -> DiffusionRolloutSettings:
         first, end = self.window_range or (0, self.steps - 1)
         if not 0 <= first < end <= self.steps - 1:
             raise ValueError(
@@ -118,7 +118,7 @@ class DiffusionRollout(Rollout):
         return self.window or self.steps - 1
 
 
-class DiffusionValidation(Evaluation):
+class DiffusionValidationSettings(ValidationSettings):
     """As the rollout's, at noise level 0, but for what is said here."""
 
     samples: int = Field(1, ge=1)
@@ -129,7 +129,7 @@ class DiffusionValidation(Evaluation):
     """Classifier-free guidance; null is rollout.guidance."""
 
 
-class DiffusionOptimizer(UpdateRule):
+class DiffusionOptimizerSettings(OptimizerSettings):
     micro_batch_steps: int = Field(128, ge=1)
     """Denoising steps of one forward and backward pass. Does not change the gradient."""
     ema: float = Field(0.0, ge=0, lt=1)
@@ -196,15 +196,15 @@ class DiffusionConfig(RunConfig):
 
     modality: Literal["diffusion"] = "diffusion"
     """What the student makes."""
-    student: DiffusionStudent
+    student: DiffusionStudentSettings
     """The model that learns."""
-    teachers: Annotated[Mapping[str, DiffusionTeacher], ReadWhen({"algorithm.name": ("distill",)})] = Field(
+    teachers: Annotated[Mapping[str, DiffusionTeacherSettings], ReadWhen({"algorithm.name": ("distill",)})] = Field(
         default_factory=dict
     )
     """Resident teachers by name."""
-    rollout: DiffusionRollout = DiffusionRollout()
+    rollout: DiffusionRolloutSettings = DiffusionRolloutSettings()
     """How the student acts while it learns."""
-    validation: DiffusionValidation = DiffusionValidation()
+    validation: DiffusionValidationSettings = DiffusionValidationSettings()
     """How the student is evaluated."""
     engine: DiffusionEngineSettings = DiffusionEngineSettings()
     """The engine that generates."""
@@ -215,7 +215,7 @@ class DiffusionConfig(RunConfig):
         Discriminator(_which),
     ]
     """What is learned from the episodes."""
-    optimizer: DiffusionOptimizer = DiffusionOptimizer()
+    optimizer: DiffusionOptimizerSettings = DiffusionOptimizerSettings()
     """How the weights are changed."""
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from tutelage.config.base import Section
 from tutelage.config.schema import RunConfig
-from tutelage.config.tree import Branch, Leaf, Mistake, Parts, inline_yaml
+from tutelage.config.tree import Branch, KeyPath, Leaf, Mistake, inline_yaml
 
 
 def description(info: FieldInfo) -> str:
@@ -26,7 +26,7 @@ def sections(annotation: Any) -> list[type[Section]]:
     return [section for argument in get_args(annotation) for section in sections(argument)]
 
 
-def type_at(path: Parts, root: type[RunConfig]) -> Any:
+def type_at(path: KeyPath, root: type[RunConfig]) -> Any:
     """The type that the schema gives to a key; None for an unknown key."""
     annotation: Any = root
     for name in path:
@@ -106,13 +106,13 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _about(path: Parts, root: type[RunConfig]) -> str:
+def _about(path: KeyPath, root: type[RunConfig]) -> str:
     """What the schema says about a key, after a colon."""
     said = [description(section.model_fields[path[-1]]) for section in sections(type_at(path[:-1], root))]
     return "".join(f": {sentence}" for sentence in said if sentence)
 
 
-def _nearest_origin(tree: Branch, path: Parts) -> str:
+def _nearest_origin(tree: Branch, path: KeyPath) -> str:
     """Where a key was set, or the section around it, or at least the recipe."""
     here: Branch | Leaf = tree
     for name in path:
@@ -122,7 +122,7 @@ def _nearest_origin(tree: Branch, path: Parts) -> str:
     return here.origin
 
 
-def _known(section: type[Section], prefix: Parts = ()) -> Iterator[Parts]:
+def _known(section: type[Section], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Every key of the schema; NAME stands for the name of a teacher."""
     for name, info in section.model_fields.items():
         path = (*prefix, name)
@@ -132,7 +132,7 @@ def _known(section: type[Section], prefix: Parts = ()) -> Iterator[Parts]:
             yield from _known(inner, below)
 
 
-def _suggestion(path: Parts, root: type[RunConfig]) -> str:
+def _suggestion(path: KeyPath, root: type[RunConfig]) -> str:
     """The keys that an unknown one may have been meant to be: alike in its own section, or of that name elsewhere."""
     section, name = path[:-1], path[-1]
     siblings = [key for owner in sections(type_at(section, root)) for key in owner.model_fields]

@@ -30,9 +30,9 @@ from tutelage.config.tree import (
     DEFAULT,
     RESOLVED_HEADER,
     Branch,
+    KeyPath,
     Leaf,
     Mistake,
-    Parts,
     merge,
     read_override,
     read_recipe,
@@ -85,7 +85,7 @@ def dump(config: RunConfig) -> str:
     return RESOLVED_HEADER + to_yaml(config.model_dump(), flow=False)
 
 
-def leaves(section: Section, prefix: Parts = ()) -> Iterator[tuple[Parts, Any, tuple[FieldInfo, ...]]]:
+def leaves(section: Section, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, tuple[FieldInfo, ...]]]:
     """Every value with its key and the fields on the way to it, in schema order. An absent section is one value."""
     for name, info in type(section).model_fields.items():
         value = section.__dict__[name]
@@ -104,7 +104,7 @@ def root_of(tree: Branch) -> type[RunConfig]:
     return DiffusionConfig if isinstance(said, Leaf) and said.value == "diffusion" else Config
 
 
-def _plain(tree: Branch, path: Parts, root: type[RunConfig]) -> dict[str, Any]:
+def _plain(tree: Branch, path: KeyPath, root: type[RunConfig]) -> dict[str, Any]:
     """What pydantic checks: values without origins, paths found, sections that were taken back left out."""
     plain: dict[str, Any] = {}
     for name, child in tree.children.items():
@@ -116,12 +116,12 @@ def _plain(tree: Branch, path: Parts, root: type[RunConfig]) -> dict[str, Any]:
     return plain
 
 
-def _is_required_section(path: Parts, root: type[RunConfig]) -> bool:
+def _is_required_section(path: KeyPath, root: type[RunConfig]) -> bool:
     annotation = type_at(path, root)
     return bool(sections(annotation)) and NoneType not in get_args(annotation)
 
 
-def _located(leaf: Leaf, path: Parts) -> Any:
+def _located(leaf: Leaf, path: KeyPath) -> Any:
     """The leaf's value; a path that exists beside the recipe is made to point there."""
     folder = leaf.folder
     if folder is None or not leaf.value:
@@ -137,7 +137,7 @@ def _located(leaf: Leaf, path: Parts) -> Any:
     return os.path.normpath(there) if found else leaf.value
 
 
-def _origin(tree: Branch | Leaf, path: Parts) -> str:
+def _origin(tree: Branch | Leaf, path: KeyPath) -> str:
     for name in path:
         if isinstance(tree, Leaf) or name not in tree.children:
             return DEFAULT

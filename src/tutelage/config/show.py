@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """One setting of a run."""
 
     key: str
@@ -26,25 +26,25 @@ class Row(NamedTuple):
     description: str
 
 
-def show(loaded: Loaded) -> list[Row]:
+def show(loaded: Loaded) -> list[SettingRow]:
     """The settings that this run reads, in schema order; those that its other settings rule out are left out, and rare
     ones that have their defaults."""
     return [
-        Row(".".join(path), value, loaded.origins[".".join(path)], description(fields[-1]))
+        SettingRow(".".join(path), value, loaded.origins[".".join(path)], description(fields[-1]))
         for path, value, fields in leaves(loaded.config)
         if all(_is_read(field, loaded.config) for field in fields)
         and not (loaded.origins[".".join(path)] == DEFAULT and any(isinstance(m, Rare) for m in fields[-1].metadata))
     ]
 
 
-def plain(rows: Sequence[Row]) -> str:
+def plain(rows: Sequence[SettingRow]) -> str:
     """One line each: `key = value  # origin`."""
     settings = [f"{row.key} = {inline_yaml(row.value)}" for row in rows]
     width = max((len(setting) for setting in settings if len(setting) <= 60), default=0)
     return "\n".join(f"{setting:<{width}}  # {row.origin}" for setting, row in zip(settings, rows, strict=True))
 
 
-def table(rows: Sequence[Row], *, descriptions: bool = True) -> Table:
+def table(rows: Sequence[SettingRow], *, descriptions: bool = True) -> Table:
     """For a terminal. Values that the recipe or the command line set stand out from defaults."""
     from rich.table import Table
     from rich.text import Text

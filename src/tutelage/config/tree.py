@@ -18,7 +18,7 @@ RESOLVED_HEADER = "# Resolved by tutelage: every value of the run. Relative path
 RESOLVED_HEADERS = (RESOLVED_HEADER, RESOLVED_HEADER.replace("tutelage", "understudy"))
 """Also that of runs which were made under the project's former name."""
 
-Parts: TypeAlias = tuple[str, ...]
+KeyPath: TypeAlias = tuple[str, ...]
 """A dotted key, split. Kept as parts because the name of a teacher may itself contain a dot."""
 
 
@@ -140,13 +140,13 @@ class _Reader:
             return root
         return None
 
-    def tree(self, node: yaml.Node, path: Parts, origin: str) -> Branch | Leaf:
+    def tree(self, node: yaml.Node, path: KeyPath, origin: str) -> Branch | Leaf:
         if isinstance(node, yaml.MappingNode):
             pairs = self.pairs(node, path)
             return Branch({name: self.tree(item, (*path, name), line) for name, item, line in pairs}, origin)
         return Leaf(self.value(node, path), origin, self.folder)
 
-    def pairs(self, node: yaml.MappingNode, path: Parts) -> Iterator[tuple[str, yaml.Node, str]]:
+    def pairs(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, yaml.Node, str]]:
         """Keys of a mapping as they are spelt, with value and origin."""
         seen: dict[str, str] = {}
         for key, item in node.value:
@@ -161,7 +161,7 @@ class _Reader:
             seen[name] = line
             yield name, item, line
 
-    def value(self, node: yaml.Node, path: Parts) -> Any:
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, path) for item in node.value]
         if isinstance(node, yaml.MappingNode):

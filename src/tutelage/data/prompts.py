@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from tutelage.config.schema import Data, RunConfig
+from tutelage.config.schema import DataSettings, RunConfig
 from tutelage.data.notes import Report, silent
 from tutelage.data.trajectory import Message, Prompt
 from tutelage.errors import UserError
@@ -77,7 +77,7 @@ class PromptSet(Sequence[Prompt]):
         return f"PromptSet({len(self)} rows of {self.source})"
 
 
-def load_prompts(settings: Data, path: str, *, heldout: bool = False) -> PromptSet:
+def load_prompts(settings: DataSettings, path: str, *, heldout: bool = False) -> PromptSet:
     """Read and check every row of `path`, or raise a PromptError that names all bad rows. `heldout` decides which split
     of a saved DatasetDict is meant."""
     found = Path(path)
@@ -94,7 +94,7 @@ def load_prompts(settings: Data, path: str, *, heldout: bool = False) -> PromptS
     return PromptSet(_check(rows, settings, path), path)
 
 
-def _check(rows: Iterable[_Row], settings: Data, source: str) -> list[Prompt]:
+def _check(rows: Iterable[_Row], settings: DataSettings, source: str) -> list[Prompt]:
     """Turn rows into prompts; all mistakes of all rows go into one error."""
     prompts: list[Prompt] = []
     bad: list[tuple[int, list[str]]] = []
@@ -198,7 +198,7 @@ def _split(splits: Sequence[str], path: str, heldout: bool) -> str:
     )
 
 
-def _table_rows(table: Any, settings: Data, source: str) -> Iterator[_Row]:
+def _table_rows(table: Any, settings: DataSettings, source: str) -> Iterator[_Row]:
     """Rows of an Arrow table as plain Python values. A column that no row has is one mistake, not many."""
     names: list[str] = table.column_names
     wanted = {"data.prompt_column": settings.prompt_column, "data.teacher_column": settings.teacher_column}
@@ -212,7 +212,7 @@ def _table_rows(table: Any, settings: Data, source: str) -> Iterator[_Row]:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _prompt(row: _Row, settings: Data, source: str, uid: int, mistakes: list[str]) -> Prompt:
+def _prompt(row: _Row, settings: DataSettings, source: str, uid: int, mistakes: list[str]) -> Prompt:
     """The record of a row. What is wrong with it is added to `mistakes`; the record is of no use then."""
     values = row.values
     messages, text = _content(values, settings, mistakes)
@@ -232,7 +232,9 @@ def _prompt(row: _Row, settings: Data, source: str, uid: int, mistakes: list[str
     )
 
 
-def _content(values: Mapping[str, Any], settings: Data, mistakes: list[str]) -> tuple[tuple[Message, ...], str | None]:
+def _content(
+    values: Mapping[str, Any], settings: DataSettings, mistakes: list[str]
+) -> tuple[tuple[Message, ...], str | None]:
     """Messages and plain text of a row: one of the two, by the template."""
     column = settings.prompt_column
     value = values.get(column)
@@ -285,7 +287,7 @@ def _message(item: dict[str, Any], name: str, mistakes: list[str]) -> Message:
     return Message(str(role), content if isinstance(content, str) else "")
 
 
-def _with_system(messages: tuple[Message, ...], settings: Data) -> tuple[Message, ...]:
+def _with_system(messages: tuple[Message, ...], settings: DataSettings) -> tuple[Message, ...]:
     if settings.system_prompt is None or any(message.role == "system" for message in messages):
         return messages
     return (Message("system", settings.system_prompt), *messages)

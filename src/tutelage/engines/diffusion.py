@@ -31,7 +31,7 @@ from tutelage.engines.contract import (
 )
 from tutelage.engines.embedded import EmbeddedEngine, refuse
 from tutelage.engines.registry import DiffusionSpec
-from tutelage.models.flow.contract import Batch, Conditioning, FlowModel, Size, repeated
+from tutelage.models.flow.contract import Conditioning, ConditioningBatch, FlowModel, Size, repeated
 from tutelage.models.weights import trainable
 from tutelage.policy import flow
 
@@ -79,7 +79,7 @@ class _Denoising:
     timesteps: Tensor
     """float32 [steps]"""
     conditions: list[Conditioning]
-    conditioning: Batch
+    conditioning: ConditioningBatch
     at: int = 0
     before: list[Tensor] = field(default_factory=list)
     after: list[Tensor] = field(default_factory=list)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tutelage.assemble import Parts
+from tutelage.data.notes import Progress
 from tutelage.data.trajectory import Prompt
-from tutelage.evaluation.text import Answers, Evaluation, Pictures, Progress, no_heldout, run_prompts
+from tutelage.evaluation.text import Answers, Evaluation, Pictures, no_heldout, run_prompts
 from tutelage.modality.diffusion import DiffusionModality
 from tutelage.rollout.judges import part_means, reward_weights
 from tutelage.rollout.runner import RolloutRequest

@@ -28,6 +28,7 @@ from tutelage.backends.interrupt import run_to_end
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.schema import RunConfig
 from tutelage.data import durable
+from tutelage.data.notes import Progress, unseen
 from tutelage.data.ragged import Ragged
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
@@ -49,7 +50,6 @@ BASE = ("tokens", "mask", "behaviour_logp")
 TEACHER = ("teacher_hidden", "teacher_index")
 REWARD = ("reward", "reward_parts")
 FULL = Want(hidden=True)
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,7 @@ class Evaluates(Protocol):
     async def __call__(self) -> Evaluation: ...
 
 
-def evaluator(
-    parts: Parts, directory: Path, progress: Progress = lambda label, done, total: None, *, keep: bool = True
-) -> Evaluates:
+def evaluator(parts: Parts, directory: Path, progress: Progress = unseen, *, keep: bool = True) -> Evaluates:
     """The evaluator that fits the student. Without `keep` nothing is written to the directory."""
     return parts.modality.evaluator(_Evaluators(parts, directory, progress, keep))
 
@@ -198,7 +196,7 @@ class Evaluator:
         parts: Parts,
         modality: TextModality,
         directory: Path,
-        progress: Progress = lambda label, done, total: None,
+        progress: Progress = unseen,
         *,
         keep: bool = True,
     ) -> None:

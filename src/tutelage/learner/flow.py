@@ -12,7 +12,7 @@ from tutelage.data.trajectory import Batch
 from tutelage.learner.update import Chunk, action_offsets
 from tutelage.losses.flow import FlowOut
 from tutelage.models.flow.contract import FlowModel, repeated
-from tutelage.policy.flow import Kind
+from tutelage.policy.flow import StepKind
 
 TENSORS = ("latents", "targets", "mask", "sigmas", "timesteps", "behaviour_logp", "version")
 """Columns that the pass itself reads, or that belong to other spans than actions."""
@@ -23,7 +23,7 @@ class StepLimits:
     """How the work is cut, and which Gaussians the steps were drawn from."""
 
     micro_batch_steps: int
-    kind: Kind
+    kind: StepKind
     noise_level: float
     guidance: float
 

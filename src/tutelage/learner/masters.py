@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-Named = tuple[tuple[str, nn.Parameter], ...]
+NamedParameters = tuple[tuple[str, nn.Parameter], ...]
 
 
 class Rounded(NamedTuple):
@@ -24,7 +24,7 @@ class Rounded(NamedTuple):
     weight: nn.Parameter
 
 
-def with_masters(named: Named, exact: Mapping[str, Tensor]) -> tuple[Named, tuple[Rounded, ...]]:
+def with_masters(named: NamedParameters, exact: Mapping[str, Tensor]) -> tuple[NamedParameters, tuple[Rounded, ...]]:
     """What the optimizer changes, by the names of the weights, and the weights that have a master of their own.
 
     `exact` has float32 values of weights by name, which become the masters; a weight that is not there is widened. A

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tutelage.config.schema import UpdateRule as Settings
+from tutelage.config.schema import OptimizerSettings
 
 
-def build_optimizer(settings: Settings, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build_optimizer(settings: OptimizerSettings, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Weight decay on matrices only. AdamW is fused; SGD is plain."""
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -37,7 +37,7 @@ def _reserve(optimizer: torch.optim.AdamW) -> None:
             optimizer.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
 
-def learning_rate(settings: Settings, step: int, steps: int) -> float:
+def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:
     """Of update number `step` (from 1) out of `steps`: a function of the step alone, so a resumed run agrees."""
     if step <= settings.warmup_steps:
         return settings.lr * step / (settings.warmup_steps + 1)

@@ -32,7 +32,7 @@ class FlowOut:
     """what the steps led to; of the forward process, noise minus data"""
     sigma: Tensor
     sigma_next: Tensor
-    kind: flow.Kind
+    kind: flow.StepKind
     noise_level: float
     reference_velocity: Callable[[], Tensor]
     """of the model before training, without gradient"""

@@ -24,7 +24,7 @@ the teacher's; the student's stay."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class FusedDivergence:
     """A divergence per action, and what is known beside it (all [actions], without gradient)."""
 
     value: Tensor
@@ -44,10 +44,10 @@ def token_terms(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logp, entropy
 
 
-def judge(logits: Tensor, ids: Tensor, teacher: Tensor, rule: Rule, floor: float) -> Judged:
+def judge(logits: Tensor, ids: Tensor, teacher: Tensor, rule: Rule, floor: float) -> FusedDivergence:
     """A full-vocabulary divergence. `logits` after temperature; `teacher` log-probs are consumed."""
     outputs = _Divergence.apply(logits, ids, teacher, rule, floor)  # type: ignore[no-untyped-call]
-    return Judged(*outputs)
+    return FusedDivergence(*outputs)
 
 
 def agree(student_logp: Tensor, teacher_logp: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class ValueLoss:
+class ValueTerms:
     """Loss per action and whether the clip took its gradient; both [actions]."""
 
     loss: Tensor
@@ -17,15 +17,15 @@ class ValueLoss:
     """bool: the prediction has moved further than `clip`, and towards the return: no gradient"""
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueTerms:
     """½ max((v − R)², (v′ − R)²), where v′ is v kept within ±clip of its value before the update.
 
     All arguments [actions]; only `values` carries a gradient. Without a clip, ½ (v − R)².
     """
     plain = 0.5 * (values - returns).square()
     if clip is None:
-        return ValueLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
+        return ValueTerms(plain, torch.zeros_like(plain, dtype=torch.bool))
     near = values.clamp(old_values - clip, old_values + clip)
     bounded = 0.5 * (near - returns).square()
     cut = (bounded > plain).detach()
-    return ValueLoss(torch.where(cut, bounded, plain), cut)
+    return ValueTerms(torch.where(cut, bounded, plain), cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import tutelage.toys  # noqa: F401  enters the makers of toy:NAME
 from tutelage.data.notes import Report, silent
 
 if TYPE_CHECKING:

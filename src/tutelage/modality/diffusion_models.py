@@ -27,7 +27,7 @@ from tutelage.models.flow.contract import Size
 from tutelage.models.flow.loading import float32_transformer, load_flow_model
 from tutelage.models.flow.sources import pipeline_directory
 from tutelage.models.weights import narrow, trainable
-from tutelage.policy.flow import Kind
+from tutelage.policy.flow import StepKind
 from tutelage.queue.contract import SampleQueue
 
 
@@ -124,7 +124,7 @@ def build_learner(config: DiffusionConfig, student: PipelineModel, queue: Sample
     named, rounded = with_masters(tuple(trainable(student.transformer)), exact)
     decay = config.optimizer.ema
     average = {name: master.detach().clone() for name, master in named} if decay else {}
-    kind: Kind = "ode" if nft else config.rollout.sampler
+    kind: StepKind = "ode" if nft else config.rollout.sampler
     return Learner(
         algorithm=build_flow_algorithm(config),
         student=Trainable(student, build_optimizer(config.optimizer, named), named, average, decay, rounded),

@@ -10,7 +10,7 @@ from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.algorithms.measures import PlainMeasures, TeacherMeasures
 from tutelage.algorithms.policy import ReadLogp
-from tutelage.config.schema import Config, Optimizer, Ppo, Student
+from tutelage.config.schema import Config, Ppo, TextOptimizerSettings, TextStudentSettings
 from tutelage.data.notes import Report, silent
 from tutelage.learner.masters import with_masters
 from tutelage.learner.optimizer import build_optimizer
@@ -84,12 +84,12 @@ def _critic_model(config: Config, report: Report, device: str = "cpu", *, wide: 
     return critic
 
 
-def _critic_optimizer(config: Config) -> Optimizer:
+def _critic_optimizer(config: Config) -> TextOptimizerSettings:
     assert isinstance(config.algorithm, Ppo)
     return config.optimizer.model_copy(update={"lr": config.algorithm.critic_lr})
 
 
-def _trainable(model: CausalLM, settings: Optimizer, source: Student | None) -> Trainable:
+def _trainable(model: CausalLM, settings: TextOptimizerSettings, source: TextStudentSettings | None) -> Trainable:
     """`source` is the model that the weights come from; None for an adapter, which starts anew."""
     named = tuple(trainable(model.model))
     if model.value_head is not None:

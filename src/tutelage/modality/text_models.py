@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
-from tutelage.config.schema import Config, Model
+from tutelage.config.schema import Config, ModelSettings
 from tutelage.data.notes import Report, silent
 from tutelage.engines.contract import Engine
 from tutelage.engines.registry import TextSpec, build_engine
@@ -51,7 +51,7 @@ def teacher_model(config: Config, name: str, report: Report = silent, device: st
     return _frozen(on_packs(model, f"teachers.{name}", config.teachers[name], report))
 
 
-def on_packs(model: Any, key: str, settings: Model, report: Report) -> CausalLM:
+def on_packs(model: Any, key: str, settings: ModelSettings, report: Report) -> CausalLM:
     """Wrap a model for packed sequences; refuse an architecture that computes something else on packs than on single
     sequences."""
     try:

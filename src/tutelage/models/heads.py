@@ -10,20 +10,20 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tutelage.config.schema import Model
+from tutelage.config.schema import ModelSettings
 from tutelage.models.causal_lm import OutputHead, head_of
 from tutelage.models.dtype import choose_dtype
 from tutelage.models.loading import load_config
 from tutelage.models.sources import ModelError, resolve
 
 
-def head_vocabulary(settings: Model) -> int:
+def head_vocabulary(settings: ModelSettings) -> int:
     """Ids that the model's output head knows."""
     config = load_config(resolve(settings.path))
     return int(config.get_text_config().vocab_size)
 
 
-def load_head(settings: Model, device: str = "cpu") -> OutputHead:
+def load_head(settings: ModelSettings, device: str = "cpu") -> OutputHead:
     """Weights of the head, or of the embedding that it is tied to; nothing else is read."""
     directory = resolve(settings.path)
     config = load_config(directory)

@@ -23,10 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from tutelage.config.schema import Lora, Model, Student
+from tutelage.config.schema import LoraSettings, ModelSettings, TextStudentSettings
+from tutelage.data.notes import Report
 from tutelage.models.attention import NAME
 from tutelage.models.dtype import choose_dtype
-from tutelage.models.sources import ModelError, Progress, resolve, whole_directory
+from tutelage.models.sources import ModelError, resolve, whole_directory
 from tutelage.models.weights import narrow
 
 _PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -40,11 +41,11 @@ class SavesItself(Protocol):
 
 
 def load_causal_lm(
-    settings: Model,
+    settings: ModelSettings,
     *,
     device: str = "cpu",
     attention: str = "sdpa",
-    progress: Progress | None = None,
+    progress: Report | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Load a model as its settings ask, in evaluation mode. `attention` is transformers' attn_implementation.
@@ -61,7 +62,7 @@ def load_causal_lm(
     for note in _without_dropout(config):
         report(f"{settings.path}: {note}")
     model = _load_weights(directory, config, dtype, attention)
-    if isinstance(settings, Student) and settings.drop_layers:
+    if isinstance(settings, TextStudentSettings) and settings.drop_layers:
         cut_layers(model, settings.drop_layers)
         report(f"{settings.path}: cut decoder layers {', '.join(map(str, sorted(settings.drop_layers)))}")
     nn.Module.to(model, torch.device(device))
@@ -69,7 +70,7 @@ def load_causal_lm(
     return model
 
 
-def float32_weights(settings: Model, model: PreTrainedModel) -> dict[str, Tensor]:
+def float32_weights(settings: ModelSettings, model: PreTrainedModel) -> dict[str, Tensor]:
     """Weights by name as the model's files have them, in float32; nothing if widening the model's own gives the same.
 
     For masters of a model that was loaded in a narrower dtype: what its files have beyond that is not lost.
@@ -111,7 +112,7 @@ def cut_layers(model: PreTrainedModel, indices: Sequence[int]) -> None:
     _check_rebuildable(model)
 
 
-def apply_lora(model: PreTrainedModel, settings: Lora, seed: int) -> PeftModel:
+def apply_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftModel:
     """Put a LoRA adapter on the model (in place), its first values drawn from `seed` alone.
 
     All other weights are frozen. The adapter is float32 whatever the model's dtype is (`narrow_adapter` changes that).
@@ -144,7 +145,7 @@ def narrow_adapter(model: PreTrainedModel) -> None:
     narrow(model, model.get_output_embeddings().weight.dtype)
 
 
-def check_head_is_plain(model: PreTrainedModel, settings: Lora) -> None:
+def check_head_is_plain(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Engines, losses and teachers' payloads use the output head without the rest of the model: no adapter on it."""
     for name, module in model.named_modules():
         named = [target for target in settings.targets if name == target or name.endswith(f".{target}")]
@@ -176,7 +177,7 @@ def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Pat
         tokenizer.save_pretrained(directory)
 
 
-def read_config(settings: Model) -> PretrainedConfig:
+def read_config(settings: ModelSettings) -> PretrainedConfig:
     """Of a model that is to be computed on packs; refuses one whose attention cannot be."""
     directory = resolve(settings.path)
     config = load_config(directory)

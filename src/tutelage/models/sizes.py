@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tutelage.config.schema import Lora, Model, Student
+from tutelage.config.schema import LoraSettings, ModelSettings, TextStudentSettings
 from tutelage.models.dtype import choose_dtype
 from tutelage.models.loading import apply_lora, cut_layers, narrow_adapter
 from tutelage.models.sources import SMOLLM2, ModelError, resolve
@@ -88,7 +88,7 @@ class _NotMade(Exception):
     """The model would have to be made or fetched first."""
 
 
-def model_sizes(settings: Model, lora: Lora | None = None, device: str = "cpu") -> Sizes | None:
+def model_sizes(settings: ModelSettings, lora: LoraSettings | None = None, device: str = "cpu") -> Sizes | None:
     """From config.json alone, with layers cut and the adapter on, in the dtype of that device; None if there is no such
     file yet. A directory that holds nothing but config.json will do."""
     config = _model_config(settings.path)
@@ -100,7 +100,7 @@ def model_sizes(settings: Model, lora: Lora | None = None, device: str = "cpu") 
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{settings.path} describes no causal language model that can be built: {error}") from error
-    if isinstance(settings, Student) and settings.drop_layers:
+    if isinstance(settings, TextStudentSettings) and settings.drop_layers:
         cut_layers(model, settings.drop_layers)
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -129,7 +129,7 @@ def model_sizes(settings: Model, lora: Lora | None = None, device: str = "cpu") 
     )
 
 
-def _per_token(config: PretrainedConfig, lora: Lora | None) -> tuple[int, int]:
+def _per_token(config: PretrainedConfig, lora: LoraSettings | None) -> tuple[int, int]:
     """Numbers in the key-value cache, and numbers kept for the way back.
 
     Kept, in each layer of a Llama-like model: both norms' inputs and outputs, queries, keys and values (repeated for

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tutelage.config.schema import Model
+from tutelage.config.schema import ModelSettings
 from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention
 from tutelage.models.causal_lm import CausalLM, fill_cache, relative_gap
 from tutelage.models.loading import read_config
@@ -53,7 +53,7 @@ def check_copy(config: PretrainedConfig) -> str | None:
     return _seen[settings]
 
 
-def check_files(settings: Model) -> tuple[Reach | None, str | None]:
+def check_files(settings: ModelSettings) -> tuple[Reach | None, str | None]:
     """The same for the model that these settings name, from its config.json alone; and how long a sequence it takes."""
     config = read_config(settings)
     return reach_of(config), check_copy(config)

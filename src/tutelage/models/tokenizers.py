@@ -12,14 +12,15 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tutelage.data.notes import Report
 from tutelage.data.trajectory import Message
-from tutelage.models.sources import ModelError, Progress, resolve
+from tutelage.models.sources import ModelError, resolve
 
 _UNFINISHED = "\ufffd"
 """What a decoder puts in place of the bytes of a character that is not complete yet."""
 
 
-def load_tokenizer(path: str | Path, progress: Progress | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(path: str | Path, progress: Report | None = None) -> PreTrainedTokenizerFast:
     """The fast tokenizer of a model, named as `resolve` names models. Nothing else may use it while a thread does."""
     directory = resolve(str(path), progress)
     try:
@@ -52,7 +53,7 @@ class SafeTokenizer:
         self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
 
     @classmethod
-    def load(cls, path: str | Path, progress: Progress | None = None) -> SafeTokenizer:
+    def load(cls, path: str | Path, progress: Report | None = None) -> SafeTokenizer:
         """The tokenizer of a model together with the end-of-turn ids of its generation config."""
         directory = resolve(str(path), progress)
         return cls(load_tokenizer(directory), _generation_eos(directory))

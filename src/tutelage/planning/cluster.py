@@ -29,7 +29,7 @@ from tutelage.backends.placement import (
     summary,
 )
 from tutelage.config.pools import Member, pool_members
-from tutelage.config.schema import Config, Pool
+from tutelage.config.schema import Config, PoolSettings
 from tutelage.modality.text_models import PREFIX_TOKENS
 from tutelage.models.sizes import Sizes, Weights
 from tutelage.planning.memory import (
@@ -53,7 +53,7 @@ class PlannedPool:
 
     name: str
     members: tuple[str, ...]
-    settings: Pool
+    settings: PoolSettings
     places: tuple[Place, ...]
     """of its replicas; none if the cluster is not known, or too small"""
     memory: tuple[Item, ...]
@@ -125,7 +125,7 @@ def plan_cluster(
 
 
 def _memory(
-    config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None], member: Member, pool: Pool
+    config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None], member: Member, pool: PoolSettings
 ) -> Iterator[Item]:
     """What one device holds for one member."""
     if member.key == "rollout.pool":
@@ -149,7 +149,7 @@ def _memory(
             yield from _kept_prompts(config, known, pool)
 
 
-def _learning(config: Config, algorithm: Algorithm, student: Sizes, pool: Pool) -> Iterator[Item]:
+def _learning(config: Config, algorithm: Algorithm, student: Sizes, pool: PoolSettings) -> Iterator[Item]:
     """A rank has its slice of all that is kept, and the whole of what computes at the moment."""
     ranks, settings, learns = pool.replicas, config.optimizer, student.learns
     sharded = ranks > 1  # slices of what learns are the masters; one rank has them beside the weights that compute
@@ -201,13 +201,13 @@ def _heads(config: Config, sizes: Mapping[str, Sizes | None]) -> Iterator[Item]:
         yield Item(f"head of teacher {name}", teacher.vocabulary * teacher.width * each, how)
 
 
-def _cache(config: Config, student: Sizes, pool: Pool) -> Item:
+def _cache(config: Config, student: Sizes, pool: PoolSettings) -> Item:
     slots, context = config.engine.slots, config.engine.context
     how = f"{slots:,} slots × {context:,} positions × {student.cached:,} bytes at most{_over(pool.devices, 'device')}"
     return Item("key-value cache", _share(slots * context * student.cached, pool.devices), how)
 
 
-def _kept_prompts(config: Config, known: Sizes, pool: Pool) -> Iterator[Item]:
+def _kept_prompts(config: Config, known: Sizes, pool: PoolSettings) -> Iterator[Item]:
     if config.rollout.samples > 1:
         how = f"{PREFIX_TOKENS:,} tokens × {known.cached:,} bytes{_over(pool.devices, 'device')}"
         yield Item("kept prompts", _share(PREFIX_TOKENS * known.cached, pool.devices), how)

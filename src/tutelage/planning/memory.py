@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tutelage.algorithms.contract import Algorithm
-from tutelage.config.schema import Config, Optimizer
+from tutelage.config.schema import Config, TextOptimizerSettings
 from tutelage.engines.torch_lm import CACHE_BLOCK
 from tutelage.modality.text_models import PREFIX_TOKENS
 from tutelage.models.sizes import Sizes, Weights
@@ -30,12 +30,12 @@ class Item:
     """what was multiplied"""
 
 
-def optimizer_bytes(settings: Optimizer, learns: Weights) -> int:
+def optimizer_bytes(settings: TextOptimizerSettings, learns: Weights) -> int:
     """AdamW keeps two float32 moments of every number and a step count per tensor; plain SGD keeps nothing."""
     return 2 * learns.float32.bytes + torch.float32.itemsize * learns.tensors if settings.name == "adamw" else 0
 
 
-def critic_bytes(settings: Optimizer, student: Sizes, *, rounded: bool) -> int:
+def critic_bytes(settings: TextOptimizerSettings, student: Sizes, *, rounded: bool) -> int:
     """All that a critic keeps; `rounded`: its masters stand beside the weights that compute, if they are not the
     same."""
     learns = student.critic_learns
@@ -95,7 +95,7 @@ def _learning(config: Config, algorithm: Algorithm, student: Sizes) -> Iterator[
     yield activations(config, student)
 
 
-def logits(settings: Optimizer, student: Sizes) -> Item:
+def logits(settings: TextOptimizerSettings, student: Sizes) -> Item:
     chunk = settings.logit_tokens * student.vocabulary * LOGIT_BUFFERS * torch.float32.itemsize
     how = f"logit_tokens {settings.logit_tokens:,} × vocabulary {student.vocabulary:,} × {LOGIT_BUFFERS} × 4 bytes"
     return Item("logits of a chunk", chunk, how)

@@ -23,7 +23,7 @@ from tutelage.backends.placement import Node
 from tutelage.config.objectives import PAYLOADS
 from tutelage.config.plugins import load_plugin
 from tutelage.config.pools import pool_members
-from tutelage.config.schema import Config, Model, Ppo, Reinforcement
+from tutelage.config.schema import Config, ModelSettings, Ppo, Reinforcement
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey
 from tutelage.errors import UserError
@@ -36,7 +36,7 @@ from tutelage.planning.memory import Item, available_memory, embedded_memory, re
 WIDE = 200
 """Characters of a line where nobody looks on: a pipe or a file."""
 
-Place = Literal["queue", "learner"]
+ColumnPlace = Literal["queue", "learner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class PlannedColumn:
     dtype: str
     bytes: int | None
     """of one value of its span: per token, per action or per row; None where a model's width is not known yet"""
-    place: Place
+    place: ColumnPlace
     """it travels through the queue, or is added where the update is made"""
 
 
@@ -281,7 +281,7 @@ def _added(algorithm: Algorithm) -> Iterator[PlannedColumn]:
 
 
 def _column(
-    name: str, producer: str, span: str, dtype: torch.dtype, dims: Sequence[int | None], place: Place
+    name: str, producer: str, span: str, dtype: torch.dtype, dims: Sequence[int | None], place: ColumnPlace
 ) -> PlannedColumn:
     known = [dim for dim in dims if dim is not None]
     each = dtype.itemsize * prod(known) if len(known) == len(dims) else None
@@ -308,7 +308,7 @@ def _made_up(needs: Iterable[str]) -> Batch:
 
 def _all_sizes(config: Config) -> dict[str, Sizes | None]:
     """By key of the recipe. All models that cannot be used are reported together."""
-    models: dict[str, Model] = {"student": config.student}
+    models: dict[str, ModelSettings] = {"student": config.student}
     models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
     sizes: dict[str, Sizes | None] = {}
     mistakes: list[str] = []
@@ -323,7 +323,7 @@ def _all_sizes(config: Config) -> dict[str, Sizes | None]:
     return sizes
 
 
-def _sizes(config: Config, key: str, settings: Model) -> Sizes | None:
+def _sizes(config: Config, key: str, settings: ModelSettings) -> Sizes | None:
     """In the dtype that the model has where it lives."""
     lora = config.student.lora if key == "student" else None
     member = "engine.pool" if key == "student" else f"{key}.pool"

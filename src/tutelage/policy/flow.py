@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tutelage.policy.text import wide
 
-Kind = Literal["sde", "cps", "ode"]
+StepKind = Literal["sde", "cps", "ode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def transition(
     sigma: Tensor,
     sigma_next: Tensor,
     *,
-    kind: Kind,
+    kind: StepKind,
     noise_level: float | Tensor = 0.0,
 ) -> Transition:
     """Mean and standard deviation of the step from σ to σ′, in float32 whatever the model's dtype.
@@ -100,7 +100,7 @@ def step(
     sigma: Tensor,
     sigma_next: Tensor,
     *,
-    kind: Kind,
+    kind: StepKind,
     noise_level: float | Tensor = 0.0,
     noise: Tensor | None = None,
 ) -> Step:
@@ -155,7 +155,7 @@ def _refuse_half(latents: Tensor) -> None:
         )
 
 
-def _checked_level(noise_level: float | Tensor, kind: Kind, like: Tensor) -> Tensor:
+def _checked_level(noise_level: float | Tensor, kind: StepKind, like: Tensor) -> Tensor:
     level = torch.as_tensor(noise_level, dtype=like.dtype, device=like.device)
     low, high = float(level.min()), float(level.max())
     limit = {"sde": math.inf, "cps": 1.0, "ode": 0.0}[kind]

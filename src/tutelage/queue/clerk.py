@@ -27,7 +27,7 @@ from tutelage.queue.ledger import Ledger
 LEASE = 60.0
 """Seconds after which a lease that was not renewed is lost."""
 
-Place = tuple[Key, int]
+StoragePlace = tuple[Key, int]
 """Where storage has a row, or some columns of it: 0, or the number of the lease that wrote them because place 0 is
 lost."""
 
@@ -46,7 +46,7 @@ class Request(NamedTuple):
     """trajectories of the episode that a put seals"""
 
 
-class Answer(NamedTuple):
+class ClerkAnswer(NamedTuple):
     """What became of a request, or what is to be done for it."""
 
     value: Any = None
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     """a row that another writer holds: ask again when it is free"""
 
 
-_DONE, _WRITE = Answer(), Answer(write=())
+_DONE, _WRITE = ClerkAnswer(), ClerkAnswer(write=())
 """The usual answers; the same object many times is a short message."""
 
 
@@ -68,8 +68,8 @@ class Reply(NamedTuple):
 
     lease: int
     """to be settled; 0 if there is nothing to settle"""
-    answers: list[Answer]
-    clear: list[Place]
+    answers: list[ClerkAnswer]
+    clear: list[StoragePlace]
     """to be cleared from storage before settling"""
     counts: dict[str, int]
     seconds: float
@@ -81,7 +81,7 @@ class _Lease:
     timer: asyncio.TimerHandle
     writes: dict[Key, set[str] | None] = field(default_factory=dict)
     """columns of the row that are being written; None is the whole row"""
-    clears: list[Place] = field(default_factory=list)
+    clears: list[StoragePlace] = field(default_factory=list)
     requests: list[tuple[Request, int]] = field(default_factory=list)
     """to be entered when their data is stored, and where that is"""
     places: dict[Key, int] = field(default_factory=dict)
@@ -101,11 +101,11 @@ class Clerk:
         self._last = 0
         self._held: dict[Key, int] = {}
         self._freed: dict[Key, asyncio.Event] = {}
-        self._garbage: dict[Place, None] = {}
+        self._garbage: dict[StoragePlace, None] = {}
         """to be cleared by whoever calls next"""
         self._places: dict[Key, dict[str, int]] = {}
         """columns that are not at place 0"""
-        self._lost: dict[Place, int] = {}
+        self._lost: dict[StoragePlace, int] = {}
         """places that belong to a lost lease, and its number"""
 
     async def begin(self, pickled: bytes) -> Reply:
@@ -117,7 +117,7 @@ class Clerk:
     async def settle(self, number: int, stored: bool) -> Reply:
         """The data of a lease is stored, or could not be; its rows to be cleared are cleared. No answers at all mean
         that nothing was entered."""
-        answers: list[Answer] = []
+        answers: list[ClerkAnswer] = []
         if number not in self._leases:
             self._report(number)
         elif not stored:
@@ -164,13 +164,13 @@ class Clerk:
         self._ledger.give_back(self._leases[number].handed)
         self._end(number)
 
-    async def columns(self, keys: Sequence[Key], names: Sequence[str]) -> Answer:
+    async def columns(self, keys: Sequence[Key], names: Sequence[str]) -> ClerkAnswer:
         """Which of the columns can be read, and those that are not at place 0."""
         try:
             readable = self._ledger.columns(keys, names)
         except (KeyError, ValueError) as error:
-            return Answer(error=error)
-        return Answer((readable, {key: self._places[key] for key in keys if key in self._places}))
+            return ClerkAnswer(error=error)
+        return ClerkAnswer((readable, {key: self._places[key] for key in keys if key in self._places}))
 
     async def clear(self, keys: Iterable[Key]) -> Reply:
         self._ledger.clear(keys)
@@ -181,7 +181,7 @@ class Clerk:
         held = {key: tuple(row.columns) for key, row in self._ledger.rows().items()}
         return self._ledger.snapshot(), held, self._places
 
-    def _begin(self, number: int, request: Request) -> Answer:
+    def _begin(self, number: int, request: Request) -> ClerkAnswer:
         try:
             match request.what:
                 case "put":
@@ -193,39 +193,39 @@ class Clerk:
                 case _:
                     return self._enter(request)
         except (KeyError, ValueError) as error:
-            return Answer(error=error)
+            return ClerkAnswer(error=error)
 
-    def _begin_put(self, number: int, request: Request) -> Answer:
+    def _begin_put(self, number: int, request: Request) -> ClerkAnswer:
         if request.at in self._held:
-            return Answer(busy=request.at)
+            return ClerkAnswer(busy=request.at)
         if self._ledger.admit_row(request.at, request.value, request.of) is None:
             return self._enter(request)
         place = self._hold(number, request, {request.at: None})
-        return Answer(write=(), place=place) if place else _WRITE
+        return ClerkAnswer(write=(), place=place) if place else _WRITE
 
-    def _begin_update(self, number: int, request: Request) -> Answer:
+    def _begin_update(self, number: int, request: Request) -> ClerkAnswer:
         """Several updates of one batch may go to the same row, if their columns differ."""
         lease, key = self._leases[number], request.at
         mine = lease.writes.get(key)
         if key in self._held and mine is None:
-            return Answer(busy=key)
+            return ClerkAnswer(busy=key)
         new = self._ledger.admit_columns(key, request.value)
         if not new:
             return self._enter(request)
         if mine is not None and not mine.isdisjoint(new):
-            return Answer(busy=key)
-        return Answer(write=tuple(new), place=self._hold(number, request, {key: {*new, *(mine or ())}}))
+            return ClerkAnswer(busy=key)
+        return ClerkAnswer(write=tuple(new), place=self._hold(number, request, {key: {*new, *(mine or ())}}))
 
-    def _begin_restore(self, number: int, request: Request) -> Answer:
+    def _begin_restore(self, number: int, request: Request) -> ClerkAnswer:
         """Tried on an empty ledger first: what does not fit is not stored."""
         books, described = request.value
         self._ledger.check_empty()
         Ledger().restore(books, described)
         if taken := next((key for key in described if key in self._held), None):
-            return Answer(busy=taken)
-        return Answer(write=(), place=self._hold(number, request, dict.fromkeys(described)))
+            return ClerkAnswer(busy=taken)
+        return ClerkAnswer(write=(), place=self._hold(number, request, dict.fromkeys(described)))
 
-    def _enter(self, request: Request, place: int = 0) -> Answer:
+    def _enter(self, request: Request, place: int = 0) -> ClerkAnswer:
         what, at, value, tags, of = request
         try:
             match what:
@@ -235,7 +235,7 @@ class Clerk:
                 case "update":
                     if place:
                         self._placed(at, self._ledger.admit_columns(at, value) or (), place)
-                    return Answer(self._ledger.update(at, value))
+                    return ClerkAnswer(self._ledger.update(at, value))
                 case "restore":
                     self._ledger.restore(*value)
                     for key, described in value[1].items():
@@ -247,7 +247,7 @@ class Clerk:
                 case "fail":
                     self._ledger.fail(at, value)
         except (KeyError, ValueError) as error:
-            return Answer(error=error)
+            return ClerkAnswer(error=error)
         return _DONE
 
     def _lease(self) -> int:
@@ -273,7 +273,7 @@ class Clerk:
         if place:
             self._places.setdefault(key, {}).update(dict.fromkeys(columns, place))
 
-    def _reply(self, number: int, answers: list[Answer]) -> Reply:
+    def _reply(self, number: int, answers: list[ClerkAnswer]) -> Reply:
         """What was dropped and nobody holds is the caller's to clear; a holder learns when it settles."""
         lease = self._leases[number]
         for key in self._ledger.drain():
@@ -291,7 +291,7 @@ class Clerk:
         self._end(number)
         return Reply(0, answers, [], counts, self._seconds)
 
-    def _in_use(self, place: Place) -> bool:
+    def _in_use(self, place: StoragePlace) -> bool:
         key, number = place
         return key in self._ledger and number in (0, *self._places.get(key, {}).values())
 

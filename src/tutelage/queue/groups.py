@@ -12,7 +12,7 @@ from tutelage.queue.schema import Described, Lengths, Trailing, check_row
 
 
 @dataclass(slots=True)
-class Row:
+class LedgerRow:
     """One trajectory."""
 
     columns: dict[str, Trailing]
@@ -21,20 +21,20 @@ class Row:
     oldest: int | None
 
     @classmethod
-    def checked(cls, key: Key, described: Described, tags: Tags | None) -> Row:
+    def checked(cls, key: Key, described: Described, tags: Tags | None) -> LedgerRow:
         lengths = check_row(key, described)
         trailing = {name: form.trailing for name, form in described.columns.items()}
         return cls(trailing, dict(tags or {}), lengths, described.oldest)
 
 
 @dataclass(slots=True)
-class Episode:
+class LedgerEpisode:
     """The newest attempt of one sample."""
 
     attempt: int
     count: int | None = None
     """trajectories it was sealed with"""
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, LedgerRow] = field(default_factory=dict)
     """by index; below `count` once that is known"""
 
 
@@ -43,7 +43,7 @@ class Group:
     """A group that was opened and not yet taken."""
 
     samples: int
-    episodes: dict[int, Episode] = field(default_factory=dict)
+    episodes: dict[int, LedgerEpisode] = field(default_factory=dict)
     failure: str | None = None
     whole: bool = False
     """no trajectory and no seal is missing"""
@@ -64,7 +64,7 @@ class Group:
             self.common = set(rows[0]).intersection(*rows[1:])
         return self.common.issuperset(needs)
 
-    def rows(self, group: GroupKey) -> dict[Key, Row]:
+    def rows(self, group: GroupKey) -> dict[Key, LedgerRow]:
         """In key order."""
         return {
             Key(*group, sample, episode.attempt, index): row

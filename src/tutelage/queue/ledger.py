@@ -19,7 +19,7 @@ from typing import Any
 
 from tutelage.data.trajectory import EpisodeKey, GroupKey, Key
 from tutelage.queue.contract import BatchRef, FailedGroup, QueueTimeout, Tags
-from tutelage.queue.groups import Episode, Group, Row, Uids, name_of
+from tutelage.queue.groups import Group, LedgerEpisode, LedgerRow, Uids, name_of
 from tutelage.queue.schema import Described, check_even, check_update
 
 _FORMAT = 1
@@ -34,7 +34,7 @@ class Ledger:
         self._groups: dict[GroupKey, Group] = {}
         self._whole: dict[str, set[GroupKey]] = {}
         """by partition: groups of which no part but columns may be missing"""
-        self._taken: dict[GroupKey, dict[Key, Row]] = {}
+        self._taken: dict[GroupKey, dict[Key, LedgerRow]] = {}
         self._over: dict[str, Uids] = {}
         self._takers: list[asyncio.Event] = []
         self._dropped: list[Key] = []
@@ -60,7 +60,7 @@ class Ledger:
             raise ValueError(f"{name_of(group)} was taken and not cleared: clear it before opening it again")
         self._groups[group] = Group(samples)
 
-    def admit_row(self, key: Key, described: Described, of: int | None = None) -> Row | None:
+    def admit_row(self, key: Key, described: Described, of: int | None = None) -> LedgerRow | None:
         """The row as it would be put; None if it is late, an error if it or the seal does not fit. Nothing changes."""
         group = self._current(key)
         if group is None:
@@ -77,7 +77,7 @@ class Ledger:
             if key.index >= of:
                 raise ValueError(f"{key}: its episode is sealed with {of} trajectories, counted from 0")
             _check_seal(group, key, of)
-        return Row.checked(key, described, None)
+        return LedgerRow.checked(key, described, None)
 
     def put(self, key: Key, described: Described, tags: Tags | None = None, of: int | None = None) -> bool:
         """Enter a row, and the seal that comes with it; False if it is late."""
@@ -168,7 +168,7 @@ class Ledger:
         chosen = self._resolved(partition, needs)[:groups]
         if len(chosen) < groups:
             return None
-        rows: dict[Key, Row] = {}
+        rows: dict[Key, LedgerRow] = {}
         failed: list[FailedGroup] = []
         stale: list[GroupKey] = []
         handed = {key: self._groups.pop(key) for key in chosen}
@@ -232,7 +232,7 @@ class Ledger:
         episode = group.episodes.get(key.sample) if group is not None else None
         return episode is not None and episode.attempt == key.attempt and key.index in episode.rows
 
-    def rows(self) -> dict[Key, Row]:
+    def rows(self) -> dict[Key, LedgerRow]:
         """All of them, in key order within pending and taken ones."""
         pending = {key: row for at, group in sorted(self._groups.items()) for key, row in group.rows(at).items()}
         return pending | {key: row for _, rows in sorted(self._taken.items()) for key, row in rows.items()}
@@ -261,7 +261,7 @@ class Ledger:
         """Continue from a snapshot, whose rows are checked again: it may come from a file."""
         self.check_empty()
         groups = {GroupKey(*saved["group"]): _load_group(saved, described) for saved in snapshot["groups"]}
-        taken: dict[GroupKey, dict[Key, Row]] = {}
+        taken: dict[GroupKey, dict[Key, LedgerRow]] = {}
         for key, row in _load_rows(snapshot["taken"], described):
             taken.setdefault(key.group, {})[key] = row
         self._groups, self._taken = groups, taken
@@ -296,17 +296,17 @@ class Ledger:
         episode = group.episodes.get(key.sample)
         return None if episode is not None and key.attempt < episode.attempt else group
 
-    def _attempt(self, group: Group, key: EpisodeKey | Key) -> Episode:
+    def _attempt(self, group: Group, key: EpisodeKey | Key) -> LedgerEpisode:
         """The episode at this attempt; an earlier attempt makes room for it."""
         episode = group.episodes.get(key.sample)
         if episode is None or episode.attempt < key.attempt:
             if episode is not None:
                 self.counts["superseded_rows"] += len(episode.rows)
                 self._dropped += [Key(*key[:3], episode.attempt, index) for index in episode.rows]
-            episode = group.episodes[key.sample] = Episode(key.attempt)
+            episode = group.episodes[key.sample] = LedgerEpisode(key.attempt)
         return episode
 
-    def _row(self, key: Key) -> Row | None:
+    def _row(self, key: Key) -> LedgerRow | None:
         """The row, taken or not; None if it is gone for a known reason, KeyError if it was never put."""
         taken = self._taken.get(key.group)
         if taken is not None:
@@ -355,7 +355,7 @@ class Ledger:
         return "\n  ".join([head, *lines])
 
 
-def _lacking(row: Row, described: Described) -> list[str]:
+def _lacking(row: LedgerRow, described: Described) -> list[str]:
     return [name for name in described.columns if name not in row.columns]
 
 
@@ -379,18 +379,20 @@ def saved_rows(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*(row for group in snapshot["groups"] for row in group["rows"]), *snapshot["taken"]]
 
 
-def _save(rows: Mapping[Key, Row]) -> list[dict[str, Any]]:
+def _save(rows: Mapping[Key, LedgerRow]) -> list[dict[str, Any]]:
     return [{"key": list(key), "tags": dict(row.tags)} for key, row in rows.items()]
 
 
-def _load_rows(saved: Iterable[Mapping[str, Any]], described: Mapping[Key, Described]) -> Iterator[tuple[Key, Row]]:
+def _load_rows(
+    saved: Iterable[Mapping[str, Any]], described: Mapping[Key, Described]
+) -> Iterator[tuple[Key, LedgerRow]]:
     for entry in saved:
         key = Key(*entry["key"])
-        yield key, Row.checked(key, described[key], entry["tags"])
+        yield key, LedgerRow.checked(key, described[key], entry["tags"])
 
 
 def _load_group(saved: Mapping[str, Any], described: Mapping[Key, Described]) -> Group:
-    episodes = {sample: Episode(attempt, count) for sample, attempt, count in saved["episodes"]}
+    episodes = {sample: LedgerEpisode(attempt, count) for sample, attempt, count in saved["episodes"]}
     for key, row in _load_rows(saved["rows"], described):
         episodes[key.sample].rows[key.index] = row
     return Group(saved["samples"], episodes, saved["failure"])

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey, GroupKey, Key
 from tutelage.queue import transfer_store as store
-from tutelage.queue.clerk import Answer, Clerk, Place, Reply, Request
+from tutelage.queue.clerk import Clerk, ClerkAnswer, Reply, Request, StoragePlace
 from tutelage.queue.contract import BatchRef, Tags
 from tutelage.queue.ledger import saved_rows
 from tutelage.queue.schema import check_names, describe, in_order, join
@@ -62,7 +62,7 @@ class _Job:
     def size(self) -> int:
         return sum(v.nbytes for row in self.rows.values() for v in row.values() if isinstance(v, Tensor))
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: ClerkAnswer) -> None:
         if self.done.done():
             return
         if answer.error is not None:
@@ -131,7 +131,7 @@ class TransferSampleQueue:
 
     async def get(self, ref: Reference, columns: Sequence[str]) -> Batch:
         ref = await self._reference(ref)
-        answer: Answer = await self._clerk.columns.remote(ref.keys, check_names(columns, "get"))
+        answer: ClerkAnswer = await self._clerk.columns.remote(ref.keys, check_names(columns, "get"))
         if answer.error is not None:
             raise answer.error
         names, places = answer.value
@@ -228,14 +228,14 @@ class TransferSampleQueue:
                 await self._write(part)
             except Exception as error:
                 for job in part:
-                    job.finish(Answer(error=error))
+                    job.finish(ClerkAnswer(error=error))
 
     async def _write(self, part: Sequence[_Job]) -> None:
         """One part: ask, store, settle. A job that must wait for another writer of its row comes again later."""
         # Pickled by hand: Ray's own pickler calls Python for every object, which doubles the time for many rows.
         reply: Reply = await self._clerk.begin.remote(pickle.dumps([job.described() for job in part]))
         writes: list[_Job] = []
-        rows: dict[Place, dict[str, Any]] = {}
+        rows: dict[StoragePlace, dict[str, Any]] = {}
         for job, answer in zip(part, reply.answers, strict=True):
             if answer.busy is not None:
                 self._start(self._again(job, answer.busy))
@@ -254,7 +254,7 @@ class TransferSampleQueue:
         if writes and not settled:
             silent = f"the queue heard nothing for {reply.seconds:g} s from this process, which wrote {len(rows)} rows"
             lost = error or TimeoutError(f"{silent}: none was entered. Does something block its event loop?")
-            settled = [Answer(error=lost)] * len(writes)
+            settled = [ClerkAnswer(error=lost)] * len(writes)
         for job, answer in zip(writes, settled, strict=True):
             job.finish(answer)
         for job, answer in zip(part, reply.answers, strict=True):
@@ -280,13 +280,13 @@ class TransferSampleQueue:
         try:
             await self._clerk.free.remote(key)
         except Exception as error:
-            job.finish(Answer(error=error))
+            job.finish(ClerkAnswer(error=error))
         else:
             self._enqueue(job)
 
-    async def _settle(self, reply: Reply, stored: bool = True) -> list[Answer]:
+    async def _settle(self, reply: Reply, stored: bool = True) -> list[ClerkAnswer]:
         """Clear what was left to this process to clear and end its lease; returns what became of its writes."""
-        answers: list[Answer] = []
+        answers: list[ClerkAnswer] = []
         self.counts = reply.counts
         while reply.lease:
             if reply.clear:
@@ -297,7 +297,7 @@ class TransferSampleQueue:
             answers += reply.answers
         return answers
 
-    async def _store(self, rows: Mapping[Place, Mapping[str, Any]], tags: Mapping[Key, Tags]) -> None:
+    async def _store(self, rows: Mapping[StoragePlace, Mapping[str, Any]], tags: Mapping[Key, Tags]) -> None:
         """One put for the rows of a partition that have the same columns and trailing dims."""
         alike: dict[tuple[Any, ...], list[Key]] = {}
         for (key, place), row in rows.items():

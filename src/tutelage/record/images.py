@@ -29,7 +29,7 @@ from tutelage.errors import UserError, missing_extra
 from tutelage.record.files import write_atomic
 from tutelage.record.run_directory import RunDirectory
 
-Kind = Literal["eval", "denoising"]
+PictureKind = Literal["eval", "denoising"]
 
 _COLUMNS = 8
 _MOST_PROMPTS = 32
@@ -138,12 +138,12 @@ class ImageRecord:
         write_atomic(self._before_after, png(torch.cat((left, gap, right), dim=2)))
         return self._before_after
 
-    def steps(self, kind: Kind) -> list[int]:
+    def steps(self, kind: PictureKind) -> list[int]:
         """The steps that have such a picture, in order."""
         matches = (re.fullmatch(rf"{kind}-(\d+)\.json", path.name) for path in self.directory.glob("*.json"))
         return sorted(int(match[1]) for match in matches if match)
 
-    def load(self, kind: Kind, step: int) -> Picture:
+    def load(self, kind: PictureKind, step: int) -> Picture:
         """The grid or the denoising strip of that step."""
         described, shown = self._path(kind, step, "json"), self._path(kind, step, "png")
         try:
@@ -174,10 +174,10 @@ class ImageRecord:
     def _before_after(self) -> Path:
         return self.run.path / "before_after.png"
 
-    def _path(self, kind: Kind, step: int, suffix: str) -> Path:
+    def _path(self, kind: PictureKind, step: int, suffix: str) -> Path:
         return self.directory / f"{kind}-{step:06d}.{suffix}"
 
-    def _describe(self, kind: Kind, step: int, prompts: Sequence[str], of: int, columns: int) -> None:
+    def _describe(self, kind: PictureKind, step: int, prompts: Sequence[str], of: int, columns: int) -> None:
         content = {"step": step, "prompts": list(prompts), "of": of, "columns": columns}
         write_atomic(self._path(kind, step, "json"), json.dumps(content, indent=1) + "\n")
 

@@ -38,6 +38,7 @@ def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
     toys = {name: value for name, value in options.items() if isinstance(value, str) and value.startswith("toy:")}
     if not toys:
         return dict(options)
+    import tutelage.toys  # noqa: F401  enters the makers of toy:NAME
     from tutelage.models.flow.sources import pipeline_directory
 
     return {**options, **{name: str(pipeline_directory(value, lambda line: None)) for name, value in toys.items()}}

@@ -22,7 +22,7 @@ Judge = Callable[[Key, Prompt, Trajectory], Awaitable[dict[str, Tensor]]]
 """Columns that a teacher or a reference adds to one trajectory."""
 EpisodeJudge = Callable[[Episode], Awaitable[dict[str, Tensor]]]
 """Row-span columns that a reward adds to every trajectory of an episode."""
-Stored = asyncio.Task[None]
+PutTask = asyncio.Task[None]
 """The rows of an episode are being put: columns can be added when it is done."""
 
 
@@ -70,12 +70,12 @@ class EpisodeScorer:
         for key, row in rows:
             await self.queue.put(key, {**row.columns(), **given}, _tags(row, step), of=len(rows))
 
-    async def _judge(self, judge: Judge, key: Key, prompt: Prompt, trajectory: Trajectory, stored: Stored) -> None:
+    async def _judge(self, judge: Judge, key: Key, prompt: Prompt, trajectory: Trajectory, stored: PutTask) -> None:
         columns = await judge(key, prompt, trajectory)
         await stored
         await self.queue.update(key, columns)
 
-    async def _judge_episode(self, judge: EpisodeJudge, episode: Episode, keys: list[Key], stored: Stored) -> None:
+    async def _judge_episode(self, judge: EpisodeJudge, episode: Episode, keys: list[Key], stored: PutTask) -> None:
         columns = await judge(episode)
         await stored
         for key in keys:

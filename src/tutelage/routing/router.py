@@ -20,7 +20,7 @@ from tutelage.errors import CannotJudge, ReplicaGone
 from tutelage.routing.load_balancer import LoadBalancer, LocalLoadBalancer
 
 Replica = TypeVar("Replica")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 PAUSE = 0.2
 """Seconds before replicas that are being restarted are tried again."""
@@ -49,7 +49,7 @@ class Router(Generic[Replica]):
         self.retries = 0
         """calls that were repeated, on another replica or on one that came back"""
 
-    async def call(self, key: Hashable, ask: Callable[[Replica], Awaitable[Answer]]) -> Answer:
+    async def call(self, key: Hashable, ask: Callable[[Replica], Awaitable[Result]]) -> Result:
         """Call the replica that served `key` before, else the least busy one; if it fails, call the others."""
         reasons: dict[int, str] = {}
         if self.deadline is None:
@@ -63,8 +63,8 @@ class Router(Generic[Replica]):
             ) from None
 
     async def _call(
-        self, key: Hashable, ask: Callable[[Replica], Awaitable[Answer]], reasons: dict[int, str]
-    ) -> Answer:
+        self, key: Hashable, ask: Callable[[Replica], Awaitable[Result]], reasons: dict[int, str]
+    ) -> Result:
         failed: set[int] = set()
         gone: set[int] = set()
         while True:

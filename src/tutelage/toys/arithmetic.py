@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tutelage.models.sources import ModelError, Progress, made_once
+from tutelage.data.notes import Report
+from tutelage.models.sources import ModelError, made_once
 
 _SYMBOLS = "0123456789+="
 _PAD, _EOS, _UNKNOWN = "<pad>", "<end>", "<unknown>"
@@ -44,7 +45,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ArithmeticRecipe:
     """How the model is made."""
 
     hidden: int = 96
@@ -83,7 +84,7 @@ def write_problems(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def from_toy(path: str, report: Progress) -> Path:
+def from_toy(path: str, report: Report) -> Path:
     """The directory of `toy:arithmetic` (seed 0) or `toy:arithmetic-SEED`, trained once per machine; with `-careful`
     before the seed, of one that only ever saw right answers: a teacher."""
     match = re.fullmatch(r"toy:arithmetic(-careful)?(?:-(\d{1,9}))?", path)
@@ -93,7 +94,7 @@ def from_toy(path: str, report: Progress) -> Path:
             "for other seeds, and toy:arithmetic-careful (and -careful-1, …), a teacher"
         )
     kind, seed = match[1] or "", int(match[2] or 0)
-    recipe = Recipe(correct_steps=Recipe.steps) if kind else Recipe()
+    recipe = ArithmeticRecipe(correct_steps=ArithmeticRecipe.steps) if kind else ArithmeticRecipe()
     return made_once(
         f"toy-arithmetic{kind}-{seed}-{_RECIPE}",
         f"training a tiny model that adds{', carefully' if kind else ''}, seed {seed}",
@@ -102,9 +103,9 @@ def from_toy(path: str, report: Progress) -> Path:
     )
 
 
-def build(directory: Path, seed: int, recipe: Recipe | None = None, report: Progress | None = None) -> None:
+def build(directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Report | None = None) -> None:
     """Train the model and write it with its tokenizer into a directory. The global random state is left as it was."""
-    recipe = recipe or Recipe()
+    recipe = recipe or ArithmeticRecipe()
     with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(_config(recipe))
@@ -129,7 +130,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _config(recipe: Recipe) -> LlamaConfig:
+def _config(recipe: ArithmeticRecipe) -> LlamaConfig:
     settings: dict[str, Any] = {
         "vocab_size": len(_IDS),
         "hidden_size": recipe.hidden,
@@ -175,7 +176,7 @@ class _Examples:
         prompts = torch.tensor([[_IDS[symbol] for symbol in _prompt(a, b)] for a, b in both])
         return cls(prompts, _answers(both, lambda a, b: str(a + b)), _answers(both, _without_carry))
 
-    def draw(self, recipe: Recipe, mistakes: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def draw(self, recipe: ArithmeticRecipe, mistakes: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """A batch of prompts and of answers, with or without mistakes in them."""
         rows = torch.randint(len(self.prompts), (recipe.batch,), generator=generator)
         if not mistakes:
@@ -188,7 +189,7 @@ class _Examples:
         return self.prompts[rows], torch.where(slips & is_digit, digits, answers)
 
 
-def _train(model: LlamaForCausalLM, recipe: Recipe, generator: torch.Generator, report: Progress) -> None:
+def _train(model: LlamaForCausalLM, recipe: ArithmeticRecipe, generator: torch.Generator, report: Report) -> None:
     """Cross-entropy on the answers, with AdamW."""
     examples = _Examples.of(problems()[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
@@ -213,7 +214,7 @@ def _loss(model: LlamaForCausalLM, prompts: Tensor, answers: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=_NO_TARGET)
 
 
-def _rate(step: int, recipe: Recipe) -> float:
+def _rate(step: int, recipe: ArithmeticRecipe) -> float:
     """Share of the peak learning rate: up, level, down."""
     return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / recipe.decay)
 

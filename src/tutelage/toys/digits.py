@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tutelage.data.notes import Report
 from tutelage.errors import missing_extra
-from tutelage.models.sources import ModelError, Progress, made_once
+from tutelage.models.sources import ModelError, made_once
 from tutelage.toys import images as toy_images
 from tutelage.toys.arithmetic import one_thread
-from tutelage.toys.images import Recipe
+from tutelage.toys.images import ImageRecipe
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = (
@@ -49,7 +50,7 @@ _RECIPE = 1
 """Part of the cached directory's name; raised when the training changes, so that older results are not used."""
 
 
-RECIPE = Recipe(pixels=PIXELS, channels=1, wrong=0.45, steps=800, batch=128, decay=400)
+RECIPE = ImageRecipe(pixels=PIXELS, channels=1, wrong=0.45, steps=800, batch=128, decay=400)
 
 
 def prompts() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
@@ -74,7 +75,7 @@ def write_prompts(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def from_toy(path: str, report: Progress) -> Path:
+def from_toy(path: str, report: Report) -> Path:
     """The directory of `toy:digits` (seed 0), `toy:digits-SEED`, `toy:digit-classifier` or `toy:digit-judge`, made once
     per machine."""
     if path == "toy:digit-classifier":
@@ -92,7 +93,7 @@ def from_toy(path: str, report: Progress) -> Path:
     return found
 
 
-def build(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
     """Train the image model and write its pipeline."""
     toy_images.build(directory, seed, words(), recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 
@@ -134,7 +135,7 @@ class _Captioned:
         text, pooled = toy_images.encoded(pipe, [prompt for prompt, _ in captions])
         return cls(pixels * 2 - 1, digits, text.unflatten(0, (10, -1)), pooled.unflatten(0, (10, -1)))
 
-    def draw(self, recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def draw(self, recipe: ImageRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of images with text and pooled text, some of them of a random digit."""
         count = (recipe.batch,)
         rows = torch.randint(len(self.digits), count, generator=generator)

@@ -26,7 +26,8 @@ from transformers import (
     T5EncoderModel,
 )
 
-from tutelage.models.sources import Progress, made_once
+from tutelage.data.notes import Report
+from tutelage.models.sources import made_once
 from tutelage.toys.arithmetic import one_thread
 
 _diffusers: Any = diffusers
@@ -38,7 +39,7 @@ _TEXT_WIDTH = 32
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ImageRecipe:
     """How an image model is made."""
 
     pixels: int
@@ -61,7 +62,7 @@ class Recipe:
     warmup: int = 100
 
 
-def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., None], report: Progress) -> Path | None:
+def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., None], report: Report) -> Path | None:
     """The directory of `toy:NAME` (seed 0) or `toy:NAME-SEED`, made once per machine; None if it is neither."""
     match = re.fullmatch(rf"toy:{name}(?:-(\d{{1,9}}))?", path)
     if match is None:
@@ -76,7 +77,7 @@ def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., 
     )
 
 
-Draw = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor]]
+DrawBatch = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor]]
 """A batch: pictures from −1 to 1, their captions' text and pooled text."""
 
 
@@ -84,9 +85,9 @@ def build(
     directory: Path,
     seed: int,
     words: Sequence[str],
-    recipe: Recipe,
-    captioned: Callable[[Any], Draw],
-    report: Progress | None = None,
+    recipe: ImageRecipe,
+    captioned: Callable[[Any], DrawBatch],
+    report: Report | None = None,
 ) -> None:
     """Train on what `captioned(pipeline)` draws and write the pipeline. The global random state is left as it was."""
     with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
@@ -161,7 +162,7 @@ def identity_vae(channels: int, pixels: int) -> Any:
     return vae.eval()
 
 
-def _pipeline(words: Sequence[str], recipe: Recipe) -> Any:
+def _pipeline(words: Sequence[str], recipe: ImageRecipe) -> Any:
     vocabulary = len(tokenizer(words))
     transformer = _diffusers.SD3Transformer2DModel(
         sample_size=recipe.pixels,
@@ -215,7 +216,7 @@ def _t5(vocabulary: int) -> Any:
     return T5EncoderModel(config).eval()
 
 
-def _train(pipe: Any, recipe: Recipe, draw: Draw, generator: torch.Generator, report: Progress) -> None:
+def _train(pipe: Any, recipe: ImageRecipe, draw: DrawBatch, generator: torch.Generator, report: Report) -> None:
     """Flow matching with AdamW: at x_σ = (1 − σ)·data + σ·noise, predict noise − data."""
     model = pipe.transformer
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
@@ -244,6 +245,6 @@ def _train(pipe: Any, recipe: Recipe, draw: Draw, generator: torch.Generator, re
     model.eval()
 
 
-def _rate(step: int, recipe: Recipe) -> float:
+def _rate(step: int, recipe: ImageRecipe) -> float:
     """Share of the peak learning rate: up, level, down."""
     return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / recipe.decay)

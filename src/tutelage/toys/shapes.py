@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutelage.models.sources import ModelError, Progress
+from tutelage.data.notes import Report
+from tutelage.models.sources import ModelError
 from tutelage.toys import images as toy_images
-from tutelage.toys.images import Recipe
+from tutelage.toys.images import ImageRecipe
 
 COLOURS = {
     "red": (1.0, -1.0, -1.0),
@@ -36,7 +37,7 @@ PIXELS = 16
 _SIDE = 7
 """pixels of a shape, in the upper left of its quarter of the picture"""
 WORDS = (*COLOURS, *SHAPES, *PLACES)
-RECIPE = Recipe(pixels=PIXELS, channels=3, wrong=0.55, steps=2200, batch=64, decay=1200, shift=3.0)
+RECIPE = ImageRecipe(pixels=PIXELS, channels=3, wrong=0.55, steps=2200, batch=64, decay=1200, shift=3.0)
 """σ is shifted up: there it is decided what the picture shows."""
 _WRONG = (1.0, 0.5, 1.0)
 """Share of the recipe's `wrong` for colour, shape and place: shapes differ least and are the hardest to teach later."""
@@ -75,7 +76,7 @@ def write_prompts(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def from_toy(path: str, report: Progress) -> Path:
+def from_toy(path: str, report: Report) -> Path:
     """The directory of `toy:shapes` (seed 0) or `toy:shapes-SEED`, made once per machine."""
     found = toy_images.by_seed(path, "shapes", _VERSION, "training a tiny model that paints shapes", build, report)
     if found is None:
@@ -85,7 +86,7 @@ def from_toy(path: str, report: Progress) -> Path:
     return found
 
 
-def build(directory: Path, seed: int, recipe: Recipe = RECIPE, report: Progress | None = None) -> None:
+def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
     """Train the image model and write its pipeline."""
     toy_images.build(directory, seed, WORDS, recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 
@@ -127,7 +128,7 @@ class _Captioned:
         allowed = [(s.colour, s.shape, s.place) for s in scenes() if not s.held_out]
         return cls(pixels.unflatten(0, each), text.unflatten(0, each), pooled.unflatten(0, each), torch.tensor(allowed))
 
-    def draw(self, recipe: Recipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def draw(self, recipe: ImageRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of pictures with text and pooled text; what each word says is at times replaced in the picture."""
         said = self.allowed[torch.randint(len(self.allowed), (recipe.batch,), generator=generator)]
         wrong = torch.rand(said.shape, generator=generator) < recipe.wrong * torch.tensor(_WRONG)

@@ -31,7 +31,7 @@ from tutelage.backends.ray.coordinator import (
 from tutelage.backends.ray.handles import ActorHandle, Stored
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.checkpoint.store import Best, Checkpoint
-from tutelage.config.schema import Pool, RunConfig
+from tutelage.config.schema import PoolSettings, RunConfig
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Prompt
 from tutelage.engines.contract import AnyOutput, AnyRequest, AnyScoreRequest, Scores
@@ -83,7 +83,7 @@ class ProcessConfig:
         return device_of(self.pool, self.config.pools[self.pool])
 
 
-def device_of(name: str, pool: Pool) -> str:
+def device_of(name: str, pool: PoolSettings) -> str:
     """Return the torch device for the models of a process in this pool. Ray shows a process only the GPUs that it
     holds, so `cuda` means the first of them."""
     if pool.device == "cpu":

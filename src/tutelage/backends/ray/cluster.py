@@ -19,8 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tutelage.backends.placement import CannotPlace, Node, left_for_pools, place
 from tutelage.backends.ray.handles import ActorHandle
-from tutelage.config.schema import Pool
-from tutelage.config.schema import Ray as Settings
+from tutelage.config.schema import PoolSettings, RaySettings
 from tutelage.errors import UserError
 
 A = TypeVar("A")
@@ -50,7 +49,7 @@ class ActorSpec:
 class Cluster:
     """A Ray cluster with devices reserved for every replica of every pool."""
 
-    def __init__(self, settings: Settings, pools: Mapping[str, Pool]) -> None:
+    def __init__(self, settings: RaySettings, pools: Mapping[str, PoolSettings]) -> None:
         """Connect to the cluster at `settings.address`, or start a local one if it is None. Raises CannotPlace with the
         numbers if the pools do not fit."""
         self.pools = pools

@@ -14,8 +14,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from tutelage.config.schema import Lora
-from tutelage.models.flow.contract import Batch, Conditioning, Size
+from tutelage.config.schema import LoraSettings
+from tutelage.models.flow.contract import Conditioning, ConditioningBatch, Size
 from tutelage.models.sources import ModelError, whole_directory
 from tutelage.models.weights import trainable
 
@@ -57,7 +57,7 @@ class PipelineModel(ABC):
     def sigmas(self, steps: int, size: Size) -> Tensor: ...
 
     @abstractmethod
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor: ...
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor: ...
 
     @abstractmethod
     def _decode(self, latents: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class PipelineModel(ABC):
         media = self._decode(latents.to(self.pipe.vae.dtype)).float()
         return (media * 255).round().to(torch.uint8)
 
-    def add_lora(self, settings: Lora, seed: int) -> None:
+    def add_lora(self, settings: LoraSettings, seed: int) -> None:
         """In place, on `lora_targets` unless the settings name others; first values come from `seed` alone."""
         targets = settings.targets or self.lora_targets
         self._check_targets(targets)
@@ -168,7 +168,7 @@ def plain_guidance(positive: Tensor, negative: Tensor, guidance: float) -> Tenso
 
 def classifier_free(
     predict: Callable[[Side], Tensor],
-    conditioning: Batch,
+    conditioning: ConditioningBatch,
     guidance: float,
     guide: Callable[[Tensor, Tensor, float], Tensor] = plain_guidance,
 ) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from tutelage.config.schema import Lora
+from tutelage.config.schema import LoraSettings
 from tutelage.data.ragged import Ragged
 
 Conditioning = Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ConditioningBatch:
     """Conditioning of the rows of one forward pass."""
 
     tensors: Mapping[str, Tensor]
@@ -40,15 +40,15 @@ class Batch:
     lengths: Mapping[str, Tensor]
     """int64 [rows] for the tensors with tokens: how many are real"""
 
-    def select(self, rows: Tensor) -> Batch:
+    def select(self, rows: Tensor) -> ConditioningBatch:
         """These rows, in this order; a row may be taken several times."""
-        return Batch(
+        return ConditioningBatch(
             {name: tensor[rows.to(tensor.device)] for name, tensor in self.tensors.items()},
             {name: lengths[rows.to(lengths.device)] for name, lengths in self.lengths.items()},
         )
 
 
-def collate(conditioning: Sequence[Conditioning]) -> Batch:
+def collate(conditioning: Sequence[Conditioning]) -> ConditioningBatch:
     """Join the conditioning of one prompt for each row; rows of the same prompt may repeat the same object."""
     names = conditioning[0].keys()
     for row, one in enumerate(conditioning):
@@ -67,10 +67,10 @@ def collate(conditioning: Sequence[Conditioning]) -> Batch:
         tensors[name] = ragged.to_padded(0.0) if rows[0].ndim == 2 else ragged.values
         if rows[0].ndim == 2:
             lengths[name] = ragged.lengths
-    return Batch(tensors, lengths)
+    return ConditioningBatch(tensors, lengths)
 
 
-def repeated(conditioning: Sequence[Conditioning]) -> Batch:
+def repeated(conditioning: Sequence[Conditioning]) -> ConditioningBatch:
     """As `collate`, for rows of which many repeat the same object: each is joined once."""
     first = {id(one): one for one in conditioning}
     numbers = {name: number for number, name in enumerate(first)}
@@ -95,7 +95,7 @@ class FlowModel(Protocol):
     def encode(self, prompts: Sequence[str], negative: Sequence[str] | None) -> list[Conditioning]:
         """One conditioning for each prompt; `negative` is needed for classifier-free guidance."""
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         """float32 like `latents`: noise minus data, as predicted at `sigma` [rows]; rows may be at different steps.
 
         `guidance` 1 is without guidance.
@@ -113,7 +113,7 @@ class FlowModel(Protocol):
     def sigmas(self, steps: int, size: Size) -> Tensor:
         """float32 [steps + 1], falling from the noisiest to 0, as the pipeline itself would choose them."""
 
-    def add_lora(self, settings: Lora, seed: int) -> None:
+    def add_lora(self, settings: LoraSettings, seed: int) -> None:
         """Put a LoRA adapter on the transformer; from then on only the adapter learns."""
 
     def reference(self) -> AbstractContextManager[None]:

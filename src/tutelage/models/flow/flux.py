@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutelage.models.flow.base import decode_image, per_prompt, token_limit
-from tutelage.models.flow.contract import Batch, Conditioning
+from tutelage.models.flow.contract import Conditioning, ConditioningBatch
 from tutelage.models.flow.packed import PackedModel
 
 
@@ -38,7 +38,7 @@ class Flux(PackedModel):
         )
         return per_prompt(text=text, pooled=pooled)
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         """`guidance` goes into the model as it is; a model without that input (schnell) takes 1 only."""
         embedded = self.transformer.config.guidance_embeds
         if not embedded and guidance != 1.0:

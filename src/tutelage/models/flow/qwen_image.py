@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutelage.models.flow.base import Side, classifier_free, latent_statistics, plain_guidance
-from tutelage.models.flow.contract import Batch, Conditioning
+from tutelage.models.flow.contract import Conditioning, ConditioningBatch
 from tutelage.models.flow.packed import PackedModel
 
 _LONGEST = 512
@@ -57,7 +57,7 @@ class QwenImage(PackedModel):
             return [row.clone() for row in text]
         return [row[:length].clone() for row, length in zip(text, mask.sum(dim=1).tolist(), strict=True)]
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         packed, timestep = self._pack(self._fit(latents)), self.timesteps(sigma) / 1000
         height, width = latents.shape[-2:]
 

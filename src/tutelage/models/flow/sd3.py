@@ -19,7 +19,7 @@ from tutelage.models.flow.base import (
     refuse_frames,
     token_limit,
 )
-from tutelage.models.flow.contract import Batch, Conditioning, Size
+from tutelage.models.flow.contract import Conditioning, ConditioningBatch, Size
 
 _calculate_shift: Any = pipeline_stable_diffusion_3.calculate_shift
 
@@ -68,7 +68,7 @@ class StableDiffusion3(PipelineModel):
         )
         return self._sigmas(steps, mu=mu)
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         def predict(side: Side) -> Tensor:
             predicted: Tensor = self.transformer(
                 hidden_states=self._fit(latents),

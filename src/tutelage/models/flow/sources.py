@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tutelage.models.sources import ModelError, Progress
+from tutelage.data.notes import Report
+from tutelage.models.sources import PIPELINES, ModelError, maker_of
 
 
-def pipeline_directory(path: str, report: Progress) -> Path:
+def pipeline_directory(path: str, report: Report) -> Path:
     """A directory as it is, or what `toy:digits`, `toy:shapes` and their relatives stand for, made once per machine."""
-    if path.startswith("toy:shape"):
-        from tutelage.toys.shapes import from_toy as shapes
-
-        return shapes(path, report)
-    if path.startswith("toy:"):
-        from tutelage.toys.digits import from_toy as digits
-
-        return digits(path, report)
+    if maker := maker_of(path, PIPELINES):
+        return maker(path, report)
     directory = Path(path).expanduser()
     if not directory.is_dir():
         raise ModelError(f"model directory {path} does not exist (looked for {directory.absolute()})")

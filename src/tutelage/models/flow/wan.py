@@ -18,7 +18,7 @@ from tutelage.models.flow.base import (
     per_prompt,
     token_limit,
 )
-from tutelage.models.flow.contract import Batch, Conditioning, Size
+from tutelage.models.flow.contract import Conditioning, ConditioningBatch, Size
 from tutelage.models.sources import ModelError
 
 
@@ -53,7 +53,7 @@ class Wan(PipelineModel):
     def sigmas(self, steps: int, size: Size) -> Tensor:
         return self._sigmas(steps)
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Batch, guidance: float) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         def predict(side: Side) -> Tensor:
             predicted: Tensor = self.transformer(
                 hidden_states=self._fit(latents),

@@ -48,7 +48,7 @@ class _Link(asyncio.Protocol):
         """what is wrong with the bytes that came, if they are no reports"""
         self._frames = wire.Frames(LONGEST_REPORT)
         self._transport: asyncio.Transport | None = None
-        self._inbox: deque[wire.Report] = deque()
+        self._inbox: deque[wire.WorkerMessage] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._deaf = False
 
@@ -59,7 +59,7 @@ class _Link(asyncio.Protocol):
         if self._deaf or self.garbled is not None:
             return
         try:
-            self._inbox.extend(cast(wire.Report, json.loads(message)) for message in self._frames.feed(data))
+            self._inbox.extend(cast(wire.WorkerMessage, json.loads(message)) for message in self._frames.feed(data))
         except ValueError as error:
             self.garbled = str(error)
             if self._transport is not None:
@@ -84,7 +84,7 @@ class _Link(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def receive(self, seconds: float) -> wire.Report:
+    async def receive(self, seconds: float) -> wire.WorkerMessage:
         """The next report. TimeoutError if none comes in that time, WorkerLost if none can come any more."""
         if not self._inbox and not self.lost:
             loop = asyncio.get_running_loop()
@@ -145,7 +145,7 @@ class WorkerProcess:
     def send(self, frame: bytes) -> None:
         self._transport.write(frame)
 
-    async def receive(self, seconds: float) -> wire.Report:
+    async def receive(self, seconds: float) -> wire.WorkerMessage:
         return await self._link.receive(seconds)
 
     @property

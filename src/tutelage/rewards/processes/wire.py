@@ -13,7 +13,7 @@ from typing import TypedDict
 _LENGTH = struct.Struct("!Q")
 
 
-class Report(TypedDict, total=False):
+class WorkerMessage(TypedDict, total=False):
     """What a worker says. For every reward of an answer: `started`, then one of `value`, `raised`, `not_finite`."""
 
     kind: str

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
 def serve(link: socket.socket) -> None:
     """Read the settings, check them, judge answers."""
 
-    def report(message: wire.Report) -> None:
+    def report(message: wire.WorkerMessage) -> None:
         link.sendall(wire.frame(json.dumps(message).encode()))
 
     messages = _messages(link)
@@ -86,20 +86,20 @@ def _messages(link: socket.socket) -> Iterator[bytes]:
         yield from frames.feed(data)
 
 
-def run(name: str, spec: RewardSpec, answer: Answer, seed: int = 0) -> wire.Report:
+def run(name: str, spec: RewardSpec, answer: Answer, seed: int = 0) -> wire.WorkerMessage:
     """Call one reward. Random numbers depend on the run's seed and the answer alone, not on what was judged before."""
     seeds.plant(_derive(seed, name, answer))
     begin = time.monotonic()
     try:
         value = REWARDS[spec.function](answer, **spec.options)
     except BaseException as error:
-        verdict: wire.Report = {"kind": "raised", "why": describe(error) + _advice(name, spec, error)}
+        verdict: wire.WorkerMessage = {"kind": "raised", "why": describe(error) + _advice(name, spec, error)}
     else:
         verdict = _checked(value)
     return {**verdict, "seconds": time.monotonic() - begin}
 
 
-def _checked(value: object) -> wire.Report:
+def _checked(value: object) -> wire.WorkerMessage:
     """What a reward returned, if that is a finite number."""
     if not isinstance(value, Real):
         return {"kind": "not_finite", "why": f"{_short(value)} of type {type(value).__name__}"}
