@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-pytest.register_assert_rewrite("queue_contract", "queue_objects", "queue_plans")
+pytest.register_assert_rewrite(*(file.stem for file in (Path(__file__).parent / "support").glob("*.py")))
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("tutelage", deadline=None, max_examples=20)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributions import Categorical, kl_divergence
 
 import tutelage.certify
+from repository import ROOT
 from tutelage.algorithms import objectives
 from tutelage.algorithms.objectives import OBJECTIVES, Claim, Settings
 from tutelage.certify import ALL_CHECKS, Row, certify, load_file, textbook
@@ -31,7 +32,7 @@ from tutelage.config.objectives import OBJECTIVES as KNOWN
 from tutelage.errors import UserError
 from tutelage.models.packing import pack
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "certify.md"
+DOCS = ROOT / "docs" / "certify.md"
 PLAIN = Settings()
 SAMPLED = ("k1", "k2", "k3", "abs", "mse", "low_var_kl")
 

@@ -1,7 +1,7 @@
 """Tests of the tests: code that is broken the way other systems were, and `certify` must notice.
 
 Each mutant says which rows are looked at and which checks must fail; anything else would only take time. Unbroken, the
-same rows pass: tests/test_certify.py runs all of them.
+same rows pass: tests/certify/test_certify.py runs all of them.
 """
 
 from __future__ import annotations

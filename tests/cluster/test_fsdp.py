@@ -16,7 +16,7 @@ from torch import Tensor
 import fsdp_ranks
 import tiny
 from fsdp_ranks import CASES, CLIP, UPDATES, Case, gradient_of, train
-from test_learner import LIMITS, distance
+from learner_batches import LIMITS, distance
 from tutelage.data.ragged import Ragged
 from tutelage.learner.packing import deal, in_order
 from tutelage.learner.ranks import alone

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import fsdp_ranks
 import tiny
 from fsdp_ranks import CHECKPOINTED, STEPS, contents, go_on, restore, train
-from test_learner import distance
+from learner_batches import distance
 from tutelage.checkpoint.sharded import ShardedStore, load_shards
 from tutelage.checkpoint.store import CheckpointError, CheckpointStore
 from tutelage.config.schema import Model

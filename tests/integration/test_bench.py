@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 
 import tiny
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import (  # noqa: E402
+from bench import (
     flow_flat,
     flow_step,
     full_loss,

@@ -18,7 +18,7 @@ import tiny
 import tiny_paint
 import tutelage
 from checkpoints import load
-from test_learner import LIMITS, algorithm, make_batch
+from learner_batches import LIMITS, algorithm, make_batch
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
 from tutelage.backends.ray import actors

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from repository import ROOT
+
 sys.path.insert(0, str(ROOT))
 
-from mutants.named import NAMED, Named  # noqa: E402
-from mutants.operators import mutants  # noqa: E402
-from mutants.run import SAMPLE, sample, targets  # noqa: E402
+from mutants.named import NAMED, Named
+from mutants.operators import mutants
+from mutants.run import SAMPLE, sample, targets
 
 SOURCE = b'''"""A docstring with 1."""
 LIMIT = 2.0

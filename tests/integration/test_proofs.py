@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from repository import ROOT
+
 sys.path.insert(0, str(ROOT / "proofs"))
 
-import run as proofs  # noqa: E402
-import table  # noqa: E402
+import run as proofs
+import table
 
 
 @pytest.fixture
@@ -128,7 +129,11 @@ def test_a_run_over_text_in_one_process_loads_nothing_that_its_record_does_not_d
         "print(*sorted(n.removeprefix('tutelage.').replace('.', '/') for n in sys.modules if 'tutelage.' in n))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT / "tests", capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT / "tests" / "support",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     loaded = done.stdout.splitlines()[-1].split()
     assert "loop" in loaded

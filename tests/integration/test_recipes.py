@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 import tiny
+from repository import ROOT
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.load import load
 from tutelage.config.schema import Config
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = ROOT / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 WRITERS = [path for path in SHIPPED if isinstance(load(path).config, Config)]
 PAINTERS = [path for path in SHIPPED if path not in WRITERS]

@@ -32,6 +32,7 @@ import yaml
 import tiny
 import tutelage.api
 import tutelage.certify
+from repository import ROOT
 from tutelage import cli
 from tutelage.algorithms.objectives import OBJECTIVES
 from tutelage.certify import ALL_CHECKS, files
@@ -41,7 +42,6 @@ from tutelage.rewards.contract import REWARDS
 from tutelage.rollout.contract import LOOPS
 from tutelage.toys.digits import RECIPE, build
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md"]
 LANGUAGES = ("console", "python", "yaml", "text")
 _FENCE = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<language>.*)")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tiny
-from test_learner import LIMITS, algorithm, make_batch, ready
+from learner_batches import LIMITS, algorithm, make_batch, ready
 from tutelage.algorithms.policy import PolicySettings, ReadLogp
 from tutelage.algorithms.ppo import ValueLoss
 from tutelage.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer

@@ -9,19 +9,24 @@ from typing import Any
 
 import torch
 import yaml
+from rich.console import Console
 from torch import Tensor
 
 import tiny
 import tiny_flow
 from tutelage.config.diffusion import DiffusionConfig
-from tutelage.data.trajectory import GroupKey
+from tutelage.data.trajectory import Batch, GroupKey
 from tutelage.engines.contract import DiffusionOutput, DiffusionRequest, DiffusionSampling
 from tutelage.engines.diffusion import DiffusionEngine
 from tutelage.engines.scheduler import InlineScheduler
-from tutelage.loop import Run
+from tutelage.learner.ranks import alone
+from tutelage.learner.step import Learner, Share, prepare
+from tutelage.loop import Run, open_run
 from tutelage.models.flow.base import PipelineModel
 from tutelage.models.flow.sd3 import StableDiffusion3
 from tutelage.queue.contract import BatchRef
+from tutelage.record import RunDirectory
+from tutelage.record.display import Display
 from tutelage.rollout.runner import EpisodeDone
 
 STEPS = 4
@@ -156,3 +161,18 @@ async def rolled_out(run: Run, step: int = 1) -> BatchRef:
     outcomes = [outcome async for outcome in parts.rollout.run(order, prompts)]
     assert all(isinstance(outcome, EpisodeDone) for outcome in outcomes), outcomes
     return await parts.queue.take("train", parts.algorithm.needs, len(prompts), version=run.version)
+
+
+def first_step(config: DiffusionConfig) -> tuple[Learner, Batch]:
+    """The learner of a run and the rows of its first step, with all that its losses need."""
+    directory = RunDirectory(Path(config.out) / config.name)
+    run = open_run(config, directory, Display(config.steps, config.name, console=Console(quiet=True)))
+    learner: Learner = run.parts.backend.learner  # type: ignore[attr-defined]
+
+    async def roll_out() -> Batch:
+        async with run.parts.backend.running():
+            ref = await rolled_out(run)
+            return await learner._rows(ref, Share.dealt(ref, alone))
+
+    batch = asyncio.run(roll_out())
+    return learner, prepare(learner.algorithm, learner.student, None, batch, learner.cut)[0]

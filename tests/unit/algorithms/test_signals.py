@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from repository import ROOT
 from tutelage.algorithms.build import build_algorithm, policy_settings
 from tutelage.algorithms.contract import Algorithm
 from tutelage.algorithms.distill import SupervisedLoss
@@ -30,7 +31,6 @@ from tutelage.isolation.contract import Isolation
 from tutelage.learner.schedule import schedule
 from tutelage.rollout.judges import part_means, reward_judge, reward_pool
 
-ROOT = Path(__file__).parent.parent
 RIGHT = {"right": {"function": "exact_match"}}
 TEACHERS = {"main": {"path": "big"}}
 BASE = ("tokens", "mask", "behaviour_logp")

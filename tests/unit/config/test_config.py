@@ -16,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from repository import ROOT
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.explain import _known, sections
 from tutelage.config.load import ConfigError, dump, leaves, load
@@ -41,7 +42,6 @@ from tutelage.config.show import Row, _is_read, plain, show, table
 from tutelage.config.tree import Mistake, inline_yaml
 from tutelage.errors import UserError
 
-ROOT = Path(__file__).parent.parent
 MINIMAL = """\
 student: {path: models/small}
 teachers:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from repository import ROOT
 from tutelage.cli import main
 from tutelage.config.diffusion import DRIFT, DiffusionConfig
 from tutelage.config.load import ConfigError, load
 from tutelage.config.tree import Mistake
 
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES = ROOT / "recipes"
 MINIMAL: dict[str, Any] = {
     "modality": "diffusion",
     "student": {"path": "models/painter"},

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 import tiny
+from repository import ROOT
 from tutelage.config.schema import Data
 from tutelage.data.prompts import PromptError, Prompts, PromptSet, PromptStream, load_prompts
 from tutelage.data.trajectory import Message, Prompt
 
-SHIPPED = Path(__file__).parent.parent / "recipes" / "data"
+SHIPPED = ROOT / "recipes" / "data"
 FORMATS = ("jsonl", "parquet", "dataset")
 Row = Mapping[str, Any]
 

@@ -3,63 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tiny
-from test_packing import ARCHITECTURES, own_logits, packed_model, random_tokens, reference
-from tutelage.data.trajectory import Key
-from tutelage.engines.contract import EngineError, GenerateRequest, Generation, Sampling, ScoreRequest, Scores, Want
-from tutelage.engines.scheduler import InlineScheduler
+from engine_requests import answers, engine, plain_log_probs, request, run, score_request
+from packed_models import ARCHITECTURES, random_tokens, reference
+from tutelage.engines.contract import EngineError, GenerateRequest, Generation, Scores
 from tutelage.engines.torch_lm import TorchEngine
 from tutelage.models.causal_lm import CausalLM
-
-T = TypeVar("T")
-HANGS = 10.0
-"""Seconds after which a test that waits for ever is stopped."""
-
-
-def engine(name: str = "llama", **options: Any) -> TorchEngine:
-    return TorchEngine(packed_model(name), **{"slots": 8, "context": 256, **options})
-
-
-def run(work: Callable[[], Awaitable[T]], *engines: TorchEngine, score_every: int = 1) -> T:
-    """Await `work()` while the scheduler drives the engines."""
-
-    async def main() -> T:
-        async with asyncio.timeout(HANGS), InlineScheduler(engines, score_every):
-            return await work()
-
-    return asyncio.run(main())
-
-
-def request(
-    prompt: Tensor, seed: int = 0, id: str = "r", order: tuple[Any, ...] = (), **sampling: Any
-) -> GenerateRequest:
-    return GenerateRequest(id, prompt, Sampling(**sampling), seed, order)
-
-
-def answers(target: TorchEngine, requests: Sequence[GenerateRequest]) -> list[Generation]:
-    async def work() -> list[Generation]:
-        return await asyncio.gather(*(target.generate(r) for r in requests))
-
-    return run(work, target)
 
 
 def generated(target: TorchEngine, *requests: GenerateRequest) -> list[list[int]]:
     return [answer.tokens.tolist() for answer in answers(target, requests)]
-
-
-@torch.no_grad()
-def plain_log_probs(name: str, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """[length, vocabulary]: row t is the distribution of the token at t (row 0 means nothing)."""
-    logits = own_logits(reference(name), tokens) / temperature
-    return logits.log_softmax(-1).roll(1, dims=0)
 
 
 def counting_model() -> CausalLM:
@@ -437,9 +398,3 @@ def test_after_an_error_the_engine_and_its_neighbours_go_on() -> None:
     answer, scores = run(work, broken, sound, score_every=100)
     assert len(answer.tokens) == 10
     assert scores.logp is not None
-
-
-def score_request(
-    tokens: Tensor, *spans: tuple[int, int], uid: int = 0, sample: int = 0, want: Want | None = None
-) -> ScoreRequest:
-    return ScoreRequest(Key("train", uid, sample, 0, 0), tokens, spans, want or Want(sampled=True), "main")

@@ -13,29 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tiny
-from test_engine import answers, engine, plain_log_probs, request, run, score_request
-from test_packing import own_logits, packed_model, random_tokens, reference
+from engine_requests import answers, engine, plain_log_probs, positions, request, run, score_request, scored
+from packed_models import own_logits, packed_model, random_tokens, reference
 from tutelage.engines.contract import EngineError, Generation, ScoreRequest, Scores, Want
 from tutelage.engines.torch_lm import TorchEngine
 
 ALL = Want(sampled=True, top_k=5, hidden=True)
 
 
-def scored(target: TorchEngine, requests: Sequence[ScoreRequest]) -> list[Scores]:
-    async def work() -> list[Scores]:
-        return await asyncio.gather(*(target.score(r) for r in requests))
-
-    return run(work, target)
-
-
 def sampled(target: TorchEngine, requests: Sequence[ScoreRequest]) -> list[Tensor]:
     found = [scores.logp for scores in scored(target, requests)]
     assert all(logp is not None for logp in found)
     return [logp for logp in found if logp is not None]
-
-
-def positions(*spans: tuple[int, int]) -> list[int]:
-    return [t for start, end in spans for t in range(start, end)]
 
 
 def check(name: str, asked: ScoreRequest, scores: Scores, temperature: float = 1.0) -> None:

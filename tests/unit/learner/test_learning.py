@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 import tiny
-from test_engine import answers, engine, plain_log_probs, request, score_request
-from test_engine_scores import positions, scored
-from test_learner import LIMITS, PLAIN, algorithm, distance, gradients, make_batch, padded_gradients, ready
-from test_packing import random_tokens
+from engine_requests import answers, engine, plain_log_probs, positions, request, score_request, scored
+from learner_batches import LIMITS, PLAIN, algorithm, distance, gradients, make_batch, padded_gradients, ready
+from packed_models import random_tokens
 from tutelage.algorithms.contract import Algorithm
 from tutelage.algorithms.grpo import grpo
 from tutelage.algorithms.policy import PolicySettings, ReadLogp

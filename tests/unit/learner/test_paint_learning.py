@@ -22,9 +22,8 @@ from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch
 from tutelage.errors import UserError
 from tutelage.learner.flow import StepLimits
-from tutelage.learner.ranks import alone
 from tutelage.learner.schedule import Schedule
-from tutelage.learner.step import Learner, Share, prepare
+from tutelage.learner.step import Learner
 from tutelage.learner.update import accumulate, measure
 from tutelage.loop import open_run
 from tutelage.record import RunDirectory
@@ -39,24 +38,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("paint-learning")
 
 
-def rolled_out(config: DiffusionConfig) -> tuple[Learner, Batch]:
-    """The learner of a run and the rows of its first step, with all that its losses need."""
-    directory = RunDirectory(Path(config.out) / config.name)
-    run = open_run(config, directory, Display(config.steps, config.name, console=Console(quiet=True)))
-    learner: Learner = run.parts.backend.learner  # type: ignore[attr-defined]
-
-    async def roll_out() -> Batch:
-        async with run.parts.backend.running():
-            ref = await tiny_paint.rolled_out(run)
-            return await learner._rows(ref, Share.dealt(ref, alone))
-
-    batch = asyncio.run(roll_out())
-    return learner, prepare(learner.algorithm, learner.student, None, batch, learner.cut)[0]
-
-
 @pytest.fixture(scope="module")
 def grpo(root: Path) -> tuple[Learner, Batch]:
-    return rolled_out(tiny_paint.config(root))
+    return tiny_paint.first_step(tiny_paint.config(root))
 
 
 def cut(learner: Learner, steps: int) -> StepLimits:
@@ -206,7 +190,7 @@ def test_the_gradient_is_the_textbooks_however_work_is_cut(grpo: tuple[Learner, 
 
 
 def test_the_guard_is_its_formula(root: Path) -> None:
-    learner, batch = rolled_out(tiny_paint.config(root, algorithm={"guard": True, "epochs": 2}))
+    learner, batch = tiny_paint.first_step(tiny_paint.config(root, algorithm={"guard": True, "epochs": 2}))
     advantage, old_mean = advantages(batch), batch.columns["means"].values
 
     def log_ratio(steps: Written) -> Tensor:
@@ -223,7 +207,7 @@ def test_the_guard_is_its_formula(root: Path) -> None:
 @pytest.mark.parametrize(("lora", "far"), [({"rank": 2}, 0.1), (None, 0.02)], ids=["adapter", "all weights"])
 def test_the_kl_to_the_reference_starts_at_zero(root: Path, lora: dict[str, int] | None, far: float) -> None:
     student = {"path": str(tiny_paint.directory(root)), "dtype": "float32", "lora": lora}
-    learner, batch = rolled_out(tiny_paint.config(root, student=student, algorithm={"kl": 0.5}))
+    learner, batch = tiny_paint.first_step(tiny_paint.config(root, student=student, algorithm={"kl": 0.5}))
     assert not columns_of(learner, batch)["reference_kl"].values.any()
     model, advantage = learner.student.model, advantages(batch)
     with moved(learner, far):
@@ -263,7 +247,7 @@ def test_a_clip_that_rounding_would_reach_stops_the_run(grpo: tuple[Learner, Bat
 def test_nft_is_its_formula(root: Path, epochs: int) -> None:
     settings = tiny_paint.settings(root, rollout={"noise_level": 0.0, "window": 0})
     settings["algorithm"] = {"name": "diffusion_nft", "beta": 0.7, "times": 3, "advantage_clip": 2.0, "epochs": epochs}
-    learner, batch = rolled_out(DiffusionConfig.model_validate(settings))
+    learner, batch = tiny_paint.first_step(DiffusionConfig.model_validate(settings))
     weight = 0.5 + 0.5 * (advantages(batch) / 2.0).clamp(-1, 1)
 
     def error(steps: Written, velocity: Tensor) -> Tensor:
@@ -303,16 +287,16 @@ def distillation(root: Path, teacher: Path, **sections: Any) -> DiffusionConfig:
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(root: Path) -> None:
-    learner, batch = rolled_out(distillation(root, tiny_paint.directory(root)))
+    learner, batch = tiny_paint.first_step(distillation(root, tiny_paint.directory(root)))
     assert float(columns_of(learner, batch)["loss"].values.max()) < 1e-10
     largest = max(float(tensor.abs().max()) for tensor in gradient(learner, batch).values())
-    other, taught = rolled_out(distillation(root, tiny_paint.teacher(root)))
+    other, taught = tiny_paint.first_step(distillation(root, tiny_paint.teacher(root)))
     signal = max(float(tensor.abs().max()) for tensor in gradient(other, taught).values())
     assert largest < 1e-5 * signal
 
 
 def test_distillation_is_the_kl_of_two_gaussians(root: Path) -> None:
-    learner, batch = rolled_out(distillation(root, tiny_paint.teacher(root)))
+    learner, batch = tiny_paint.first_step(distillation(root, tiny_paint.teacher(root)))
     goal = batch.columns["teacher_mean"].values
 
     def loss(steps: Written) -> Tensor:

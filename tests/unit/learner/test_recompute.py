@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import tiny
 import tiny_paint
 import tutelage
-from test_learner import LIMITS, algorithm, make_batch
-from test_paint_learning import rolled_out
+from learner_batches import LIMITS, algorithm, make_batch
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
 from tutelage.learner.step import Learner, Trainable
@@ -109,7 +108,7 @@ def test_blocks_of_a_student_that_paints_run_once_more(tmp_path: Path) -> None:
     found: list[dict[str, Tensor]] = []
     calls: list[list[int]] = []
     for learner in ({}, RECOMPUTE):
-        made, batch = rolled_out(tiny_paint.config(tmp_path, learner=learner))
+        made, batch = tiny_paint.first_step(tiny_paint.config(tmp_path, learner=learner))
         calls.append(counted(made.student.model.transformer.transformer_blocks[0].attn))
         made.student.optimizer.zero_grad(set_to_none=False)
         accumulate(made.student.model, batch, made.algorithm.losses, made.cut)

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 import tiny
 import tutelage
-from test_learner import LIMITS, make_batch
+from learner_batches import LIMITS, make_batch
 from tutelage.algorithms.policy import ReadLogp
 from tutelage.errors import UserError
 from tutelage.learner import reference

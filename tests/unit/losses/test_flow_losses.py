@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from repository import ROOT
 from tutelage.losses import flow as losses
 from tutelage.policy import flow
 
@@ -62,7 +62,7 @@ def test_step_kl_of_an_sde_step_is_the_formula_with_dt() -> None:
     torch.testing.assert_close(losses.step_kl(student.mean, reference.mean, student.std), expected)
 
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "diffusion.md"
+PAGE = ROOT / "docs" / "diffusion.md"
 
 
 def trained(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import tiny
-from test_packing import ARCHITECTURES, random_tokens
+from packed_models import ARCHITECTURES, random_tokens
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.algorithms.distill import distill
 from tutelage.backends.ray import actors

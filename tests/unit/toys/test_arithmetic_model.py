@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from repository import ROOT
 from tutelage.config.schema import Model
 from tutelage.models.loading import load_causal_lm
 from tutelage.models.sources import ModelError, Progress, resolve
@@ -17,7 +18,7 @@ from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.toys import arithmetic
 from tutelage.toys.arithmetic import Recipe, build, problems, write_problems
 
-DATA = Path(__file__).parents[1] / "recipes" / "data" / "arithmetic"
+DATA = ROOT / "recipes" / "data" / "arithmetic"
 SHORT = Recipe(hidden=32, heads=2, feed_forward=64, steps=100, correct_steps=90, batch=64, lr=1e-2, warmup=10, decay=20)
 TINY = Recipe(hidden=8, heads=1, feed_forward=8, steps=3, correct_steps=2, batch=4)
 

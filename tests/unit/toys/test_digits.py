@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from repository import ROOT
 from tutelage.models.flow.contract import Size, collate
 from tutelage.models.flow.loading import load_flow_model
 from tutelage.models.sources import ModelError, Progress
@@ -25,7 +26,7 @@ from tutelage.toys import images as toy_images
 from tutelage.toys.digits import RECIPE, build, from_toy, images, prompts, write_prompts
 from tutelage.toys.images import Recipe
 
-DATA = Path(__file__).parents[1] / "recipes" / "data" / "digits"
+DATA = ROOT / "recipes" / "data" / "digits"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
 SHORT = replace(RECIPE, heads=2, head_width=16, layers=1, steps=80, batch=32, warmup=10, decay=20)
 

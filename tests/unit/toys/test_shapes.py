@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from repository import ROOT
 from tutelage.models.flow.contract import Size, collate
 from tutelage.models.flow.loading import load_flow_model
 from tutelage.models.sources import ModelError, Progress
@@ -26,7 +27,7 @@ from tutelage.toys import shapes as toy
 from tutelage.toys.images import Recipe
 from tutelage.toys.shapes import RECIPE, Scene, build, from_toy, paint, scenes, write_prompts
 
-DATA = Path(__file__).parents[1] / "recipes" / "data" / "shapes"
+DATA = ROOT / "recipes" / "data" / "shapes"
 TINY = replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4)
 SHORT = replace(RECIPE, heads=2, head_width=16, layers=1, steps=80, batch=32, warmup=10, decay=20)
 RED_RING = Scene(colour=0, shape=1, place=0)
