@@ -32,6 +32,8 @@ from tutelage.config.objectives import OBJECTIVES as KNOWN
 from tutelage.errors import UserError
 from tutelage.models.packing import pack
 
+pytestmark = pytest.mark.slow
+
 DOCS = ROOT / "docs" / "certify.md"
 PLAIN = Settings()
 SAMPLED = ("k1", "k2", "k3", "abs", "mse", "low_var_kl")

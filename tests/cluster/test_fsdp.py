@@ -22,6 +22,8 @@ from tutelage.learner.packing import deal, in_order
 from tutelage.learner.ranks import alone
 from tutelage.learner.update import NonFiniteLoss, measure, update
 
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
 WORLD = 2
 
 

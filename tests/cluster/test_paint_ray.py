@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 import tiny
 import tiny_paint
 import tutelage
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 def test_distillation_of_a_painter_with_engines_teacher_and_learner_in_processes_of_their_own(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tutelage.cli import main
 from tutelage.record import RunDirectory
 from tutelage.record.timeline import overlaps
 
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
 LOOP = """
 from dataclasses import replace
 from tutelage.rollout.contract import register

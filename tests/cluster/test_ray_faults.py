@@ -26,6 +26,8 @@ from tutelage.errors import UserError
 from tutelage.record import RunDirectory
 from tutelage.routing.shared import STUDENT, teacher_balancer
 
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
 PATIENCE = 400.0
 """Seconds before a test gives up waiting for something to kill."""
 PLUGIN: list[Path] = []

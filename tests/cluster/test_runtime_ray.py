@@ -213,6 +213,8 @@ def cluster() -> Iterator[Cluster]:
         ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
 def test_replicas_live_on_the_nodes_that_were_chosen_for_them_and_see_their_gpus(cluster: Cluster) -> None:
     assert len({share.node for where in cluster.placement.places for share in where.shares}) == 2
     actors = {
@@ -227,6 +229,8 @@ def test_replicas_live_on_the_nodes_that_were_chosen_for_them_and_see_their_gpus
     assert sorted(actors["seeing", replica].call_sync(Located.gpus) for replica in range(2)) == ["0", "1"]
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
 def test_whoever_cannot_start_says_why(cluster: Cluster) -> None:
     actor = cluster.spawn(ActorSpec("student, replica 0"), Unwilling)
     with pytest.raises(ReplicaGone, match=r"student, replica 0 could not start: .*the model is not there$") as raised:

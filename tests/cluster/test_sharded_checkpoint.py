@@ -22,6 +22,8 @@ from tutelage.learner.ranks import alone
 from tutelage.models.loading import load_causal_lm, save_hf
 from tutelage.models.weights import copy_named
 
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
 CASE, SETTINGS = CHECKPOINTED
 FILES = [f"{stem}-0000{rank}-of-00002.safetensors" for stem in ("model", "optimizer") for rank in range(2)]
 

@@ -287,6 +287,8 @@ def cluster() -> Iterator[None]:
     ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
 def test_two_processes_and_a_coordinator(cluster: None) -> None:
     def spawn(kind: type[A], name: str, *args: object) -> ActorHandle[A]:
         return ActorHandle(name, ray.remote(kind).options(name=name, num_cpus=0, max_concurrency=100).remote(*args))

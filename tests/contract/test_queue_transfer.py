@@ -19,6 +19,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
 ray = pytest.importorskip("ray")
 tq = pytest.importorskip("transfer_queue")
 

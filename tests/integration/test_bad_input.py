@@ -23,6 +23,8 @@ from tutelage.errors import UserError
 from tutelage.modality.text_models import shared_vocabulary
 from tutelage.models.tokenizers import SafeTokenizer
 
+pytestmark = pytest.mark.slow
+
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What a command says that ends with a mistake of the user's."""

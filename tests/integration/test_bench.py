@@ -34,6 +34,8 @@ from bench import (
     stats,
 )
 
+pytestmark = pytest.mark.slow
+
 MACHINE = {"load_before": 0.0}
 
 
@@ -451,6 +453,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 def test_the_rollout_path_on_ray_runs(capfd: Printed) -> None:
     rollout_path.main(["--tiny", "--only", "ray"])
@@ -459,6 +462,7 @@ def test_the_rollout_path_on_ray_runs(capfd: Printed) -> None:
     assert "32 against 16" in printed
 
 
+@pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 def test_queue_bandwidth_runs(capfd: Printed) -> None:
     queue_bandwidth.main(["--tiny"])

@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench import opd_step
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = [block for page in PAGES for block in read(page)]
 SPEAKS = (".py", ".md", ".yaml", ".html", ".js")
 """Suffixes of files whose text a person may read."""

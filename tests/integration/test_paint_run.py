@@ -33,6 +33,8 @@ from tutelage.policy.flow import window
 from tutelage.record import RunDirectory
 from tutelage.record.display import Display
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0
 """Seconds after which a process that shows no progress is given up."""
 

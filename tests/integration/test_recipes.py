@@ -15,6 +15,8 @@ from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.load import load
 from tutelage.config.schema import Config
 
+pytestmark = pytest.mark.slow
+
 RECIPES = ROOT / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
 WRITERS = [path for path in SHIPPED if isinstance(load(path).config, Config)]

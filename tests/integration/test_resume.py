@@ -27,6 +27,8 @@ from tutelage.cli import main
 from tutelage.modality import text
 from tutelage.record.run_directory import RunDirectory
 
+pytestmark = pytest.mark.slow
+
 STEPS = 40
 KILLS = 4
 PATIENCE = 60.0

@@ -28,6 +28,8 @@ from tutelage.record import RunDirectory
 from tutelage.rewards.processes.pool import RewardPool
 from tutelage.rollout.contract import LoopContext, register
 
+pytestmark = pytest.mark.slow
+
 LETTER = "[a-mA-M]"
 REWARDS: dict[str, Any] = {"letter": {"function": "pattern", "options": {"patterns": LETTER}}}
 """An untrained student earns this about half of the time."""

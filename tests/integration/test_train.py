@@ -24,6 +24,8 @@ from tutelage.record import RunDirectory
 from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers.client import TeacherClient
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(tutelage.__file__).parent
 LOOPS = """
 from dataclasses import replace

@@ -8,6 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 KILLS = textwrap.dedent(
     """
     import os, random, shutil, signal, sys, time
