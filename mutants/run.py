@@ -37,7 +37,7 @@ BUDGET, MINIMUM = 40.0, 10.0
 """Seconds of tests that one mutant gets at most, by the durations that were measured without a fault; one that has had
 less than the minimum gets the next file too, however long that takes."""
 WANTED = 0.95
-BASELINE = ("tests/test_losses.py", "tests/test_advantages.py")
+BASELINE = ("tests/unit/losses/test_losses.py", "tests/unit/algorithms/test_advantages.py")
 """Tests that must pass without a fault before faults count."""
 
 
@@ -151,7 +151,7 @@ def _pytest(asked: Sequence[str], tree: Path, log: Path) -> None:
         os.dup2(output, 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree / "src")
-        sys.path[:0] = [str(tree / "src"), str(tree / "tests"), str(tree)]
+        sys.path[:0] = [str(tree / "src"), str(tree)]
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line"]

@@ -22,7 +22,7 @@ NOT_RUN = {
 """Tests of clusters, of benchmarks and of documents: slow, or about other things."""
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "src/tutelage/learner/fsdp.py": ("tests/test_fsdp.py",),
-    "src/tutelage/learner/step.py": ("tests/test_fsdp.py",),
+    "src/tutelage/learner/fsdp.py": ("tests/cluster/test_fsdp.py",),
+    "src/tutelage/learner/step.py": ("tests/cluster/test_fsdp.py",),
 }
 """Tests that run a file in other processes, where coverage does not see it."""

@@ -1,0 +1,266 @@
+"""Reads the fenced blocks of a page of the documentation and runs them, with tiny models in place of real ones.
+
+A page is run from top to bottom in a directory of its own. What a block may be:
+
+    console   commands. Those of `tutelage` run in this process; anything else needs a marker
+    python    a program; if its first line is `# NAME.py`, it is written to that file for blocks below
+    yaml      a recipe, or a part of one, which is completed and trained for a step
+    text      part of what the commands of the block above it printed
+
+An HTML comment right above a block says what is different about it:
+
+    <!-- not run here: REASON -->     the block is only read
+    <!-- exits with N -->             so do its commands
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tiny
+import tutelage.api
+import tutelage.certify
+from repository import ROOT
+from tutelage import cli
+from tutelage.algorithms.objectives import OBJECTIVES
+from tutelage.certify import ALL_CHECKS, files
+from tutelage.config.load import load
+from tutelage.config.schema import Config
+from tutelage.rewards.contract import REWARDS
+from tutelage.rollout.contract import LOOPS
+from tutelage.toys.digits import RECIPE, build
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md"]
+LANGUAGES = ("console", "python", "yaml", "text")
+_FENCE = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<language>.*)")
+_SKIPPED = re.compile(r"<!-- not run here:(?P<reason>.*)-->")
+_EXITS = re.compile(r"<!-- exits with (?P<code>\d+) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page."""
+
+    page: str
+    line: int
+    """of its first fence"""
+    language: str
+    text: str
+    skipped: str = ""
+    """why it is not run; empty if it is"""
+    exits: int = 0
+    """exit code of its commands"""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def commands(self) -> list[list[str]]:
+        """The words of each command; a backslash at the end of a line continues it, # starts a comment."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+class BadPage(ValueError):
+    """A block that nobody could say how to run."""
+
+
+def read(page: Path) -> list[Block]:
+    """All blocks of a page."""
+    name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
+    return list(_blocks(name, page.read_text(encoding="utf-8").splitlines()))
+
+
+def _blocks(page: str, lines: list[str]) -> Iterator[Block]:
+    number, skipped, exits, marked = 0, "", 0, 0
+    while number < len(lines):
+        line, at = lines[number], number + 1
+        number += 1
+        fence = _FENCE.fullmatch(line.strip())
+        if fence is None:
+            if line.startswith(("    ", "\t")):
+                raise BadPage(f"{page}:{at}: indented code has no language: put it between fences")
+            if marked and line.strip():
+                raise BadPage(f"{page}:{marked}: a comment about a block must be right above one")
+            if found := _SKIPPED.fullmatch(line.strip()):
+                skipped, marked = found["reason"].strip(), at
+                if not skipped:
+                    raise BadPage(f"{page}:{at}: 'not run here' needs a reason")
+            elif found := _EXITS.fullmatch(line.strip()):
+                exits, marked = int(found["code"]), at
+            elif line.lstrip().startswith("<!-- not run") or line.lstrip().startswith("<!-- exits"):
+                raise BadPage(f"{page}:{at}: not a comment that is understood: {line.strip()}")
+            continue
+        language = fence["language"].strip()
+        if language not in LANGUAGES:
+            known = ", ".join(LANGUAGES)
+            raise BadPage(f"{page}:{at}: a block in {language or 'no language'}; there are {known}")
+        if fence["marks"] not in [other.strip() for other in lines[number:]]:
+            raise BadPage(f"{page}:{at}: the block does not end")
+        end = next(i for i in range(number, len(lines)) if lines[i].strip() == fence["marks"])
+        yield Block(page, at, language, "\n".join(lines[number:end]) + "\n", skipped, exits)
+        number, skipped, exits, marked = end + 1, "", 0, 0
+    if marked:
+        raise BadPage(f"{page}:{marked}: a comment about a block must be right above one")
+
+
+# ── stand-ins ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ROWS = [
+    {"prompt": prompt, "subject": subject, "style": "short", "ground_truth": "5"}
+    for prompt, subject in zip(tiny.PROMPTS, ("maths", "prose") * 3, strict=True)
+]
+MODELS = {"path/to/student": 0, "path/to/teacher": 1, "models/maths-teacher": 1, "models/prose-teacher": 2}
+"""Directories that pages name, and the seeds of the tiny models in them."""
+FEW_STEPS = ["threads=1", "steps=2", "prompts_per_step=2"]
+FEW_TOKENS = ["rollout={min_tokens: 4, max_tokens: 4}", "validation={prompts: 2, min_tokens: 4, max_tokens: 4}"]
+FEW_PICTURES = ["rollout.samples=2", "validation={prompts: 2}", "engine.slots=4"]
+
+
+def furnish(root: Path) -> None:
+    """Everything that the pages take for granted: the recipes, models, prompts, and a run of the quickstart."""
+    shutil.copytree(ROOT / "recipes", root / "recipes")
+    for name, seed in MODELS.items():
+        tiny.save(root / name, seed=seed)
+    tiny.write_prompts(root / "prompts.jsonl", list(ROWS))
+    digits = root / "models" / "digits"
+    digits.mkdir()
+    build(digits, 0, replace(RECIPE, heads=1, head_width=16, layers=1, steps=3, batch=4))
+    with contextlib.chdir(root):
+        assert cli.main(smaller(["train", "recipes/quickstart.yaml"])) == 0
+
+
+def smaller(words: list[str]) -> list[str]:
+    """A command of `tutelage` with tiny models and few steps where it would train."""
+    if words[0] != "train":
+        return words
+    config = load(words[1], words[2:]).config
+    if not isinstance(config, Config):
+        return [*words, *FEW_STEPS, *FEW_PICTURES, "student.path=models/digits"]
+    models = [f"teachers.{name}.path=path/to/teacher" for name in config.teachers]
+    models += ["student.path=path/to/student", f"student.drop_layers={[1] if config.student.drop_layers else []}"]
+    return [*words, *FEW_STEPS, *FEW_TOKENS, *models, "runtime=inline"]  # clusters have tests of their own
+
+
+@contextlib.contextmanager
+def as_a_process() -> Iterator[None]:
+    """What plugins register inside is gone afterwards, as if the command had been a process."""
+    registries: list[dict[str, Any]] = [OBJECTIVES, LOOPS, REWARDS]
+    before, loaded = [set(registry) for registry in registries], set(sys.modules)
+    try:
+        yield
+    finally:
+        for registry, known in zip(registries, before, strict=True):
+            for name in set(registry) - known:
+                if _origin(registry[name]).startswith(("tutelage_plugin_", "tutelage_certified_")):
+                    del registry[name]
+        for name in set(sys.modules) - loaded:
+            if name.startswith(("tutelage_plugin_", "tutelage_certified_")):
+                del sys.modules[name]
+        files._LOADED.clear()
+
+
+def _origin(registered: Any) -> str:
+    """The module that a loop, a reward or an objective was defined in."""
+    thing = getattr(registered, "formula", registered)
+    return str(getattr(thing, "__module__", type(thing).__module__))
+
+
+class Runner:
+    """Runs the blocks of a page in the current directory, which is furnished."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.printed: str | None = None
+        """by the commands of the last console block"""
+        certify, train = tutelage.certify.certify, tutelage.api.train
+
+        def narrow(names: list[str] | None = None, **settings: Any) -> Any:
+            """test_certify makes the whole table, which takes a minute, and starts two processes for a user's file."""
+            if names is None:
+                return certify(["k2"], checks=("target", "plain"))
+            return certify(names, checks=[check for check in ALL_CHECKS if check != "processes"], **settings)
+
+        def short(config: Config) -> Path:
+            few = config.rollout.model_copy(update={"max_tokens": 4})
+            return train(config.model_copy(update={"steps": 2, "prompts_per_step": 2, "threads": 1, "rollout": few}))
+
+        patch.setattr(tutelage.certify, "certify", narrow)
+        patch.setattr(tutelage.api, "train", short)
+
+    def run(self, block: Block) -> None:
+        if block.skipped:
+            self.printed = None
+            return
+        with as_a_process():
+            getattr(self, f"_{block.language}")(block)
+
+    def _console(self, block: Block) -> None:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            for words in block.commands():
+                if words[0].removeprefix(".venv/bin/") != "tutelage":
+                    raise BadPage(
+                        f"{block}: {words[0]} is not run by tests: say why with <!-- not run here: REASON -->"
+                    )
+                with as_a_process():
+                    code = cli.main(smaller(words[1:]))
+                assert code == block.exits, f"{block}: {shlex.join(words)} ended with {code}"
+        self.printed = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def _text(self, block: Block) -> None:
+        assert self.printed is not None, f"{block}: text without a command above it that prints it"
+        assert block.text.rstrip("\n") in self.printed, f"{block} is not part of what was printed:\n{self.printed}"
+
+    def _python(self, block: Block) -> None:
+        code = compile(block.text, str(block), "exec")
+        if named := re.match(r"# (\w+\.py)\n", block.text):
+            Path(named[1]).write_text(block.text, encoding="utf-8")
+        else:
+            exec(code, {"__name__": "__main__"})
+
+    def _yaml(self, block: Block) -> None:
+        recipe = _completed(block)
+        config = load(recipe).config
+        assert isinstance(config, Config)
+        if config.runtime == "ray":
+            assert cli.main(["plan", str(recipe), "--cluster", "nodes=4,gpus=8"]) == 0, block
+        else:
+            assert cli.main(["train", str(recipe)]) == 0, block
+
+
+def _completed(block: Block) -> Path:
+    """A file that holds the block: beside the recipe that it extends, or made whole by extending a tiny one."""
+    said = yaml.safe_load(block.text)
+    if "extends" in said:
+        (beside,) = Path("recipes").rglob(said["extends"])
+        file = beside.with_name(f"of_line_{block.line}.yaml")
+        file.write_text(block.text, encoding="utf-8")
+        return file
+    base: dict[str, Any] = {
+        "name": f"line-{block.line}",
+        "out": "fragments",
+        "threads": 1,
+        "steps": 1,
+        "prompts_per_step": 2,
+        "student": {"path": "path/to/student", "dtype": "float32"},
+        "teachers": {"big": {"path": "path/to/teacher", "dtype": "float32"}},
+        "data": {"train": "prompts.jsonl"},
+        "rollout": {"max_tokens": 4},
+    }
+    if "teachers" in said or said.get("algorithm", {}).get("name", "distill") != "distill":
+        del base["teachers"]
+    Path("base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    file = Path(f"of_line_{block.line}.yaml")
+    file.write_text(f"extends: base.yaml\n{block.text}", encoding="utf-8")
+    return file

@@ -1,0 +1,177 @@
+"""The first batch of a run against the model's own forward pass: logged, stopped where the two differ, and no trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+import tiny
+import tutelage
+from learner_batches import LIMITS, make_batch
+from tutelage.algorithms.policy import ReadLogp
+from tutelage.errors import UserError
+from tutelage.learner import reference
+from tutelage.learner.ranks import alone
+from tutelage.learner.reference import ReferenceCheck, verify
+from tutelage.loop import resume
+from tutelage.modality import text_models
+from tutelage.models import causal_lm, packing
+from tutelage.models.causal_lm import CausalLM
+
+LONG = "0000000000000000001111111111111111111111"
+
+
+def check() -> ReferenceCheck:
+    return ReferenceCheck(ReadLogp(), replace(LIMITS, temperature=0.7))
+
+
+def windowed(seed: int = 0) -> CausalLM:
+    """A window of 12 tokens, which only the mask has."""
+    config = CONFIG_MAPPING["qwen2_moe"](
+        **tiny.SIZES,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=12,
+        max_window_layers=1,
+    )
+    return CausalLM(tiny.model(config, seed=seed))
+
+
+# ── what is compared ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_batch_with_actions_is_compared_and_no_other() -> None:
+    model, found = tiny.causal_lm(), check()
+    assert found(model, make_batch(["0000", "000"]), alone) == {}
+    metrics = found(model, make_batch(), alone)
+    assert metrics.keys() == {"reference_gap", "reference_gap_max"}
+    assert 0 <= metrics["reference_gap"] <= metrics["reference_gap_max"] < 1e-4
+    assert found(model, make_batch(), alone) == {}
+
+
+def test_the_longest_and_the_shortest_rows_are_compared() -> None:
+    batch = make_batch(["0001", "000", "00000001", "001", "0000000001", "000001", "00001"])
+    assert reference._chosen(batch, 4) == [0, 2, 3, 4]
+    assert reference._chosen(batch, 2) == [3, 4]
+    assert reference._chosen(batch, 1) == [4]
+    assert reference._chosen(batch.select([1, 3]), 4) == [1]
+
+
+def test_the_models_own_pass_uses_neither_packs_nor_lean_modules() -> None:
+    model, seen = tiny.causal_lm(), list[str]()
+    layer: Any = model.model.base_model.layers[0]  # type: ignore[union-attr]
+    lean = {name: type(module) for name, module in model.model.named_modules()}
+    for module in (layer.mlp, layer.mlp.up_proj, layer.input_layernorm):
+        module.register_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+    model.own_states(torch.arange(5))
+    assert set(seen) == {"LlamaMLP", "Linear", "LlamaRMSNorm"}
+    assert {name: type(module) for name, module in model.model.named_modules()} == lean
+    assert model.model.config._attn_implementation == "tutelage"
+
+
+def test_long_rows_are_compared_as_far_as_eager_attention_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lengths = tiny.causal_lm(), list[int]()
+    monkeypatch.setattr(reference, "SCORES", 4 * 25**2)
+    own = CausalLM.own_states
+    monkeypatch.setattr(CausalLM, "own_states", lambda self, t: (lengths.append(len(t)), own(self, t))[1])
+    assert check()(model, make_batch([LONG, "001"]), alone)["reference_gap_max"] < 1e-4
+    assert lengths == [25, 3]
+
+
+# ── what stops a run ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("gaps", "stops"),
+    [
+        ([1e-6] * 23 + [2.0], False),  # one token of few: a router that broke a tie the other way
+        ([1e-6] * 396 + [2.0] * 4, False),
+        ([1e-6] * 395 + [2.0] * 5, True),
+        ([1e-6] * 22 + [2.0] * 2, True),
+        ([2e-3] * 3, True),
+        ([1e-6] * 5 + [float("nan")] * 2, True),
+        ([9e-4] * 50, False),
+    ],
+)
+def test_a_few_tokens_may_differ(gaps: list[float], stops: bool) -> None:
+    if not stops:
+        verify(torch.tensor(gaps), 1e-3, "Model")
+        return
+    with pytest.raises(UserError, match="Model's own forward pass"):
+        verify(torch.tensor(gaps), 1e-3, "Model")
+
+
+def test_a_window_that_packs_ignore_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([LONG, LONG, "00111"])
+    assert check()(windowed(), batch, alone)["reference_gap_max"] < 1e-4
+    monkeypatch.setattr(causal_lm, "sights_of", lambda model, tokens: {})
+    with pytest.raises(UserError, match=r"Qwen2MoeForCausalLM's own forward pass"):
+        check()(windowed(), batch, alone)
+
+
+def test_masks_of_packs_that_ignore_windows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = windowed()
+    monkeypatch.setattr(packing, "visible", lambda sight, own, seen: seen <= own)
+    with pytest.raises(UserError, match="wrong probabilities"):
+        check()(model, make_batch([LONG, LONG]), alone)
+
+
+def test_a_model_that_computes_nothing_finite_is_left_to_the_loss() -> None:
+    model = tiny.causal_lm()
+    with torch.no_grad():
+        model.head.linear.weight.fill_(float("nan"))
+    assert check()(model, make_batch(), alone) == {"reference_gap": 0.0, "reference_gap_max": 0.0}
+
+
+# ── in runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gaps(run: Path) -> dict[int, float]:
+    return {
+        line["step"]: line["reference_gap"] for line in tiny.lines(run / "metrics.jsonl") if "reference_gap" in line
+    }
+
+
+def test_every_run_logs_it_once_and_a_resumed_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tutelage.train(tiny.config(tmp_path, steps=2, data={"validation": None}))
+    assert gaps(run).keys() == {1}
+    assert gaps(run)[1] < 1e-4
+    assert "reference_gap" in capsys.readouterr().out
+    resume(run, steps=4)
+    assert gaps(run).keys() == {1, 3}
+
+
+def test_the_comparison_leaves_no_trace_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(name: str) -> Any:
+        algorithm = {"objective": "k1", "form": "policy_gradient"}
+        return tiny.config(tmp_path, name=name, steps=2, data={"validation": None}, algorithm=algorithm)
+
+    with_it = tutelage.train(config("with"))
+    monkeypatch.setattr(ReferenceCheck, "__call__", lambda *_: {})
+    without = tutelage.train(config("without"))
+    assert gaps(without) == {}
+    assert tiny.same(tiny.weights(with_it), tiny.weights(without))
+
+
+def test_a_run_whose_packs_ignore_windows_stops_before_it_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampler and learner share the error, so nothing else would say it."""
+    model = windowed().model
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path / "student")
+    tiny.tokenizer().save_pretrained(tmp_path / "student")
+    tutelage.train(tiny.config(tmp_path, name="right", steps=1, data={"validation": None}))
+    monkeypatch.setattr(causal_lm, "sights_of", lambda model, tokens: {})
+    monkeypatch.setattr(text_models, "check_copy", lambda config: None)
+    with pytest.raises(UserError, match="stops before the update"):
+        tutelage.train(tiny.config(tmp_path, name="wrong", steps=1, data={"validation": None}))
+    assert not (tmp_path / "runs" / "wrong" / "metrics.jsonl").exists()
