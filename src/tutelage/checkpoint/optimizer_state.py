@@ -100,7 +100,7 @@ def _placed(value: Any, parameter: Parameter, *, on_cpu: bool) -> Any:
 def _require_same_optimizer(kind: str, here: list[list[str]], state: Mapping[str, Any]) -> None:
     problems = []
     if kind != state["optimizer"]:
-        problems.append(f"it is of {state['optimizer']}, the run uses {kind}: set optimizer.name back")
+        problems.append(f"it belongs to {state['optimizer']}, the run uses {kind}: set optimizer.name back")
     there = [group["parameters"] for group in state["groups"]]
     have, want = {name for group in here for name in group}, {name for group in there for name in group}
     for names, what in (
@@ -110,7 +110,7 @@ def _require_same_optimizer(kind: str, here: list[list[str]], state: Mapping[str
         if names:
             problems.append(f"it {what}: {', '.join(sorted(names)[:5])} ({len(names)} in all)")
     if have == want and here != there:
-        problems.append("its parameters are grouped in another way")
+        problems.append("its parameters are grouped differently")
     if problems:
         raise CheckpointError("the checkpoint's optimizer does not fit:\n" + "\n".join(f"  {p}" for p in problems))
 

@@ -266,7 +266,7 @@ class CheckpointStore:
                 existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
                 message += f" (it needs {needed:,} bytes; {shutil.disk_usage(existing).free:,} are free)"
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            cure = "Make room, or keep fewer checkpoints," if full else "Put that right"
+            cure = "Make room, or keep fewer checkpoints," if full else "Fix this"
             there = ", ".join(map(name_of, self.steps())) or "none"
             message += f". Nothing is half written; checkpoints there: {there}. {cure} and resume"
             raise CheckpointError(message) from error
@@ -302,7 +302,7 @@ def read_state(directory: Path) -> tuple[State | None, str]:
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return None, f"{path}: missing, so this is no finished checkpoint of tutelage"
+        return None, f"{path}: missing, so this is not a finished checkpoint of tutelage"
     except (OSError, ValueError) as error:
         return None, f"{path}: cannot be read as JSON, probably cut off: {error}"
     if not isinstance(raw, dict) or raw.get("format") not in FORMATS:
@@ -317,7 +317,7 @@ def read_state(directory: Path) -> tuple[State | None, str]:
         best, before = (None if raw[key] is None else _best_from(raw[key]) for key in ("best", "best_before"))
         return State(raw["step"], files, best, before, raw["state"]), ""
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return None, f"{path}: not as tutelage writes it: {error!r}"
+        return None, f"{path}: does not have the expected content: {error!r}"
 
 
 def _verify(path: Path) -> tuple[State | None, list[str]]:

@@ -82,14 +82,14 @@ def _unsavable(name: str, tensor: Tensor) -> list[str]:
     if tensor.dtype not in _DTYPES:
         problems.append(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors does not know")
     if tensor.layout != torch.strided or tensor.is_meta:
-        problems.append(f"tensor {name!r} is no dense tensor with data ({tensor.layout}, {tensor.device})")
+        problems.append(f"tensor {name!r} is not a dense tensor with data ({tensor.layout}, {tensor.device})")
     return problems
 
 
 def file_name(name: str) -> str:
     """Return the name if it is a plain file name; raise ValueError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9_-]+\.safetensors", name):
-        raise ValueError(f"{name!r} does not serve as a file name: letters, digits, - and _, then .safetensors")
+        raise ValueError(f"{name!r} is not a valid file name: use letters, digits, - and _, then .safetensors")
     return name
 
 

@@ -235,12 +235,14 @@ class _Guard:
             raise _Over
         resident = {pid: pages for pid in descendants(os.getpid()) if (pages := _resident(pid))}
         if len(resident) > self.order["processes"]:
-            raise _Broke("processes", f"it ran {len(resident)} processes, allowed are {self.order['processes']}")
+            raise _Broke("processes", f"it ran {len(resident)} processes, the limit is {self.order['processes']}")
         if sum(resident.values()) > self.order["memory"]:
             # count shared pages once, which takes longer
             held = sum(resident.values()) if len(resident) == 1 else sum(map(_proportional, resident))
             if held > self.order["memory"]:
-                raise _Broke("memory", f"it held {_giga(held)} GB of memory, allowed are {_giga(self.order['memory'])}")
+                raise _Broke(
+                    "memory", f"it held {_giga(held)} GB of memory, the limit is {_giga(self.order['memory'])}"
+                )
 
     def _listen(self) -> bool:
         """Read output of the program. Returns False at its end."""

@@ -43,7 +43,7 @@ class ModelOut:
     def values(self) -> Tensor:
         """float32 [actions]: the return that the critic predicts for each state"""
         if self._value_head is None:
-            raise ValueError("this model has no value head: values are the critic's")
+            raise ValueError("this model has no value head: only a critic has values")
         return self._value_head(self.hidden)
 
     @cached_property

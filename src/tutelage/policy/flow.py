@@ -108,7 +108,7 @@ def step(
     to = transition(latents, velocity, sigma, sigma_next, kind=kind, noise_level=noise_level)
     if noise is None:
         if bool((to.std > 0).any()):
-            raise ValueError(f"a {kind} step at noise level {noise_level} draws from a Gaussian: give it noise")
+            raise ValueError(f"a {kind} step at noise level {noise_level} draws from a Gaussian: pass noise")
         return Step(to.mean, to.std, to.mean, None)
     sample = to.mean + _per_row(to.std, to.mean) * noise.to(to.mean.dtype)
     return Step(to.mean, to.std, sample, log_prob(sample, to.mean, to.std))

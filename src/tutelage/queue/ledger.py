@@ -211,7 +211,7 @@ class Ledger:
         if gone:
             raise KeyError(
                 f"{len(gone)} of {len(rows)} rows are not there, the first is {gone[0]}: "
-                "a reference is good from take until it is cleared"
+                "a reference is valid from take until it is cleared"
             )
         return check_even({key: row.columns for key, row in rows.items() if row is not None}, names)
 

@@ -228,7 +228,9 @@ def to_batch_meta(ref: BatchRef) -> BatchMeta:
     parts = by_partition(ref.keys)
     found = [client.kv_retrieve_meta([storage_key(key) for key in keys], name) for name, keys in parts.items()]
     if (lost := len(ref.keys) - sum(map(len, found))) > 0:
-        raise KeyError(f"{lost} of {len(ref.keys)} rows are not in TransferQueue, {ref.keys[0]} the first of all")
+        raise KeyError(
+            f"{lost} of {len(ref.keys)} rows are not in TransferQueue; the reference begins with {ref.keys[0]}"
+        )
     meta = BatchMeta.concat([part.select_fields(list(ref.columns)) for part in found])
     place = {key: at for at, key in enumerate(key for keys in parts.values() for key in keys)}
     meta.reorder([place[key] for key in ref.keys])

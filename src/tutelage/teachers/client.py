@@ -78,7 +78,7 @@ class TeacherClient:
         if want.given and ids is None:
             raise UserError(
                 f"{key}: payloads student_top_k and union need the student's own top k, which this trajectory does not "
-                "carry: its loop must hand on Generation.top_ids as the column student_topk_ids"
+                "carry: its loop must pass Generation.top_ids on as the column student_topk_ids"
             )
         request = ScoreRequest(key, tokens, spans, want, name, self.deadline, ids if want.given else None)
         scores = await teacher.pool.score(request)

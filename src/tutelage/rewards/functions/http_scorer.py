@@ -62,7 +62,7 @@ def http_scorer(answer: Answer, *, url: str) -> float:
             ) from None
         raise RuntimeError(f"{url} answered with status {error.code}: {said!r}") from None
     except (OSError, HTTPException) as error:
-        raise RuntimeError(f"{url} could not be asked: {error}") from error
+        raise RuntimeError(f"{url} could not be reached: {error}") from error
     if len(content) > _LONGEST:
         raise RuntimeError(f'{url} answered with more than {_LONGEST} bytes, expected JSON like {{"score": 0.5}}')
     return _score(content, url)

@@ -56,7 +56,7 @@ def parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is Python's, not JSON's")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _last_fence(text: str) -> str | None:

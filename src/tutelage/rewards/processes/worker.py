@@ -190,7 +190,7 @@ def _spec_problems(spec: RewardSpec) -> list[str]:
 def _option_problems(spec: RewardSpec) -> list[str]:
     function = REWARDS[spec.function]
     if inspect.iscoroutinefunction(function):
-        return [f"{spec.function!r} is an async function; a reward is a plain one, it has a process of its own"]
+        return [f"{spec.function!r} is an async function; a reward must be a plain function"]
     signature = inspect.signature(function)
     probe = Answer("", "")
     try:
