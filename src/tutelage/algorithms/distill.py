@@ -214,8 +214,8 @@ def distill(
     losses: list[Loss] = []
     over_columns: Callable[[Batch], Signal] | None = None
     if form == "supervised":
-        beside = policy if task_weight > 0 else PolicySettings()
-        losses.append(SupervisedLoss(Divergence(chosen_objective, chosen, heads, settings), beside))
+        loss_policy = policy if task_weight > 0 else PolicySettings()
+        losses.append(SupervisedLoss(Divergence(chosen_objective, chosen, heads, settings), loss_policy))
     else:
         losses.append(
             ClippedLoss(policy, advantage="distill_advantage", name="distill", shown=("divergence", "teacher_logp"))

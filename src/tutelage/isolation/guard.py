@@ -65,13 +65,13 @@ class Ended(TypedDict):
     why: str
 
 
-class _Broke(Exception):
+class _LimitExceeded(Exception):
     def __init__(self, limit: str, why: str) -> None:
         super().__init__(why)
         self.limit = limit
 
 
-class _Over(Exception):
+class _Stopped(Exception):
     """The parent wants the program to end, or is gone."""
 
 
@@ -80,10 +80,10 @@ def main(argv: Sequence[str]) -> None:
     control = socket.socket(fileno=os.dup(order["control"]))  # a low descriptor that is not inheritable
     os.close(order["control"])
     namespaces.adopt_orphans()
-    said, says = os.pipe()
-    program = _start(order, control, said, says)
-    os.close(says)
-    ended = _Guard(order, control, program, said).watch()
+    output_fd, program_output = os.pipe()
+    program = _start(order, control, output_fd, program_output)
+    os.close(program_output)
+    ended = _Guard(order, control, program, output_fd).watch()
     with suppress(OSError):
         control.sendall(_line(ended))
     os._exit(0)
@@ -96,15 +96,15 @@ def _line(message: Began | Ended) -> bytes:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-def _start(order: Launch, control: socket.socket, said: int, says: int) -> int:
+def _start(order: Launch, control: socket.socket, output_fd: int, program_output: int) -> int:
     """Fork the program's process. Returns its id once it has dropped its privileges."""
     guard = os.getpid()
     here, there = socket.socketpair()
     program = os.fork()
     if program == 0:
         here.close()
-        os.close(said)
-        _become(order, control, there, says, guard)
+        os.close(output_fd)
+        _become(order, control, there, program_output, guard)
     there.close()
     with here:
         if here.recv(1):
@@ -116,14 +116,14 @@ def _start(order: Launch, control: socket.socket, said: int, says: int) -> int:
     return program
 
 
-def _become(order: Launch, control: socket.socket, guard: socket.socket, says: int, parent: int) -> NoReturn:
+def _become(order: Launch, control: socket.socket, guard: socket.socket, program_output: int, parent: int) -> NoReturn:
     """Drop privileges and run the program; called in the new process."""
     status = 1
     try:
         os.setsid()
-        os.dup2(says, 1)
-        os.dup2(says, 2)
-        os.close(says)
+        os.dup2(program_output, 1)
+        os.dup2(program_output, 2)
+        os.close(program_output)
 
         def map_ids() -> None:
             guard.sendall(b".")
@@ -173,22 +173,22 @@ def _passed_on() -> list[int]:
 
 
 class _Guard:
-    def __init__(self, order: Launch, control: socket.socket, program: int, said: int) -> None:
-        self.order, self.control, self.program, self.said = order, control, program, said
+    def __init__(self, order: Launch, control: socket.socket, program: int, output_fd: int) -> None:
+        self.order, self.control, self.program, self.output_fd = order, control, program, output_fd
         self.status: int | None = None
         self.pending = b""
         """output of the program that is not forwarded yet"""
         self.second, self.printed = time.monotonic(), 0
-        os.set_blocking(said, False)
+        os.set_blocking(output_fd, False)
 
     def watch(self) -> Ended:
         """Monitor the program until it ends or must be ended. When this returns, no process of it is left."""
         broke = why = ""
         try:
             self._watch()
-        except _Broke as passed:
+        except _LimitExceeded as passed:
             broke, why = passed.limit, str(passed)
-        except _Over:
+        except _Stopped:
             pass
         gone = self._kill()
         self._flush_output()
@@ -203,16 +203,16 @@ class _Guard:
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         looked = 0.0
-        hears = [self.said]
+        sources = [self.output_fd]
         while not self._reap():
-            listen: list[Any] = [self.control, wake, *(hears if not self.pending else [])]
+            listen: list[Any] = [self.control, wake, *(sources if not self.pending else [])]
             ready, writable, _ = select.select(listen, [2] if self.pending else [], [], TICK)
             if self.control in ready and not self.control.recv(_PIPE):
-                raise _Over
+                raise _Stopped
             if wake in ready:
                 os.read(wake, _PIPE)
-            if self.said in ready and not self._listen():
-                hears = []
+            if self.output_fd in ready and not self._listen():
+                sources = []
             if writable:
                 self._pass_on()
             if (now := time.monotonic()) - looked >= TICK:
@@ -232,22 +232,24 @@ class _Guard:
 
     def _check_limits(self) -> None:
         if os.getppid() != self.order["parent"]:
-            raise _Over
+            raise _Stopped
         resident = {pid: pages for pid in descendants(os.getpid()) if (pages := _resident(pid))}
         if len(resident) > self.order["processes"]:
-            raise _Broke("processes", f"it ran {len(resident)} processes, the limit is {self.order['processes']}")
+            raise _LimitExceeded(
+                "processes", f"it ran {len(resident)} processes, the limit is {self.order['processes']}"
+            )
         if sum(resident.values()) > self.order["memory"]:
             # count shared pages once, which takes longer
             held = sum(resident.values()) if len(resident) == 1 else sum(map(_proportional, resident))
             if held > self.order["memory"]:
-                raise _Broke(
+                raise _LimitExceeded(
                     "memory", f"it held {_giga(held)} GB of memory, the limit is {_giga(self.order['memory'])}"
                 )
 
     def _listen(self) -> bool:
         """Read output of the program. Returns False at its end."""
         try:
-            self.pending = os.read(self.said, _PIPE)
+            self.pending = os.read(self.output_fd, _PIPE)
         except BlockingIOError:
             return True
         if time.monotonic() - self.second >= 1:
@@ -255,18 +257,18 @@ class _Guard:
         self.printed += len(self.pending)
         if self.printed > self.order["output"]:
             why = f"it printed more than {self.order['output'] / 1e6:g} MB in a second, which is not allowed"
-            raise _Broke("output", why)
+            raise _LimitExceeded("output", why)
         return bool(self.pending)
 
     def _pass_on(self) -> None:
         try:
             self.pending = self.pending[os.write(2, self.pending) :]
         except OSError:
-            self.pending = b""  # nobody reads it
+            self.pending = b""  # the reader is gone
 
     def _flush_output(self) -> None:
         """Forward the remaining output, as far as this does not block."""
-        with suppress(_Broke, OSError):
+        with suppress(_LimitExceeded, OSError):
             while (self.pending or self._listen()) and select.select([], [2], [], 0)[1]:
                 if not self.pending:
                     break

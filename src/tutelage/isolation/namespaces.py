@@ -63,9 +63,9 @@ def map_own_ids(pid: int) -> None:
     """Map users and groups to the same ids in the namespace of that process. Call this from outside of it."""
     for kind, own in (("uid", os.getuid()), ("gid", os.getgid())):
         ranges = [line.split() for line in Path(f"/proc/self/{kind}_map").read_text().splitlines()]
-        everyone = "".join(f"{inside} {inside} {count}\n" for inside, _, count in ranges)
+        all_ids = "".join(f"{inside} {inside} {count}\n" for inside, _, count in ranges)
         try:
-            _write(f"/proc/{pid}/{kind}_map", everyone)
+            _write(f"/proc/{pid}/{kind}_map", all_ids)
         except OSError:  # only root may map the others
             with suppress(OSError):
                 _write(f"/proc/{pid}/setgroups", "deny")

@@ -56,12 +56,12 @@ class ReferenceCheck:
         own = [self._own_logp(model, tokens, mask) for tokens, mask in _rows(part, max(ranks.all(len(part))))]
         ranks.settle(model)
         near = [_gaps(mine[: len(logp)].float(), logp) for (logp, _), mine in zip(own, learned, strict=False)]
-        everyone = ranks.all((torch.cat(near) if near else torch.empty(0), any(half for _, half in own)))
-        gaps = torch.cat([gap for gap, _ in everyone])
+        gathered = ranks.all((torch.cat(near) if near else torch.empty(0), any(half for _, half in own)))
+        gaps = torch.cat([gap for gap, _ in gathered])
         if not len(gaps):
             return {}
         self.done = True
-        verify(gaps, HALF_LIMIT if any(half for _, half in everyone) else LIMIT, type(model.model).__name__)
+        verify(gaps, HALF_LIMIT if any(half for _, half in gathered) else LIMIT, type(model.model).__name__)
         return {"reference_gap": float(gaps.median()), "reference_gap_max": float(gaps.max())}
 
     @torch.no_grad()

@@ -156,9 +156,9 @@ def prepare(
     return batch, metrics
 
 
-def _read(who: Trainable, batch: Batch, reader: Loss, cut: Cut, ranks: Ranks) -> Signal:
+def _read(trainable: Trainable, batch: Batch, reader: Loss, cut: Cut, ranks: Ranks) -> Signal:
     """Return the column named after the reader, without the other columns that the pass reports."""
-    found = measure(who.model, batch, [reader], cut, ranks)
+    found = measure(trainable.model, batch, [reader], cut, ranks)
     return Signal(columns={name: column for name, column in found.items() if name == reader.name})
 
 
@@ -321,19 +321,19 @@ class Learner:
         learned = Learned({**signalled, **compared})
         first = self.algorithm.at_first
         for work in updates(self.algorithm, self.student, self.critic, batch, schedule, share):
-            who = work.trainable
+            trainable = work.trainable
             metrics, columns = update(
-                who.model,
-                who.optimizer,
+                trainable.model,
+                trainable.optimizer,
                 work.batch,
                 work.losses,
                 self.cut,
                 self.clip_norm,
-                who.parameters,
+                trainable.parameters,
                 self.ranks,
             )
-            who.round_weights()
-            who.follow()
+            trainable.round_weights()
+            trainable.follow()
             if first is not None and columns:
                 learned.metrics |= first(work.batch, columns)
                 first = None

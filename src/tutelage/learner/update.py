@@ -157,10 +157,10 @@ def measure(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: R
 
 def summarise(columns: Mapping[str, Ragged], ranks: Ranks = alone) -> dict[str, float]:
     """Return the mean of each per-action column over all ranks, with extremes for losses and the sampler gap."""
-    everyone = ranks.all({name: _Extent.of(c.values.float()) for name, c in columns.items() if len(c.values)})
+    gathered = ranks.all({name: _Extent.of(c.values.float()) for name, c in columns.items() if len(c.values)})
     metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for found in everyone for name in found):
-        parts = [found[name] for found in everyone if name in found]
+    for name in dict.fromkeys(name for found in gathered for name in found):
+        parts = [found[name] for found in gathered if name in found]
         metrics[name] = sum(part.mean * part.actions for part in parts) / sum(part.actions for part in parts)
         if name.endswith(("loss", "divergence")):
             metrics[f"{name}_min"] = min(part.least for part in parts)

@@ -224,9 +224,9 @@ class Clerk:
 
     def _begin_restore(self, number: int, request: Request) -> Answer:
         """Lease the rows of a snapshot, after a trial on an empty ledger, so that a bad snapshot is not stored."""
-        books, described = request.value
+        saved, described = request.value
         self._ledger.check_empty()
-        Ledger().restore(books, described)
+        Ledger().restore(saved, described)
         if taken := next((key for key in described if key in self._held), None):
             return Answer(busy=taken)
         return Answer(write=(), place=self._hold(number, request, dict.fromkeys(described)))

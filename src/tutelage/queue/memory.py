@@ -68,7 +68,7 @@ class MemoryQueue:
         oldest = None if max_lag is None else version - max_lag
         await self._ledger.ready(partition, needs, groups, deadline, deadline)
         taken = self._ledger.hand_out(partition, needs, groups, oldest)
-        assert taken is not None, "nobody else ran since the groups were ready"
+        assert taken is not None, "no other task ran since the groups were ready"
         self._forget()
         return replace(taken[0], columns=in_order(taken[0].columns))
 

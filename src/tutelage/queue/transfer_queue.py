@@ -156,10 +156,10 @@ class TransferSampleQueue:
 
     async def restore(self, snapshot: Mapping[str, Any]) -> None:
         rows = {Key(*row["key"]): row["columns"] for row in saved_rows(snapshot)}
-        books = _without_columns(snapshot)
+        saved = _without_columns(snapshot)
         described = {key: describe(columns) for key, columns in rows.items()}
         tags = {Key(*row["key"]): row["tags"] for row in saved_rows(snapshot)}
-        await self._send(Request("restore", None, (books, described), tags), rows)
+        await self._send(Request("restore", None, (saved, described), tags), rows)
 
     def release(self) -> None:
         """Fail all calls of this process that wait for TransferQueue, after one of the queue's actors has died."""
