@@ -1,7 +1,7 @@
-"""From rewards to advantages: group statistics, returns, GAE, whitening, and how actions are weighed in a batch.
+"""Advantages from rewards: group statistics, returns, GAE, whitening, and the weights of actions in a batch.
 
-Pure functions, without gradients. Sums are made in float64; results have the dtype of what came in. Statistics are
-those of the batch that is given, so it must be the whole one: compute them before the batch is split.
+Pure functions, without gradients. Sums are computed in float64; results have the dtype of the input. Statistics are
+over the given batch, so call these functions on the whole batch, before it is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Scale = Literal["group_std", "batch_std", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
 WHITEN_EPSILON = 1e-8
-"""Added to the variance, so that differences of a rounding error do not become differences of 1."""
+"""Added to the variance, so that whitening does not scale rounding errors up to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +29,22 @@ class GroupAdvantages:
     advantages: Tensor
     """[episodes], dtype of the rewards"""
     zero_variance: Tensor
-    """bool [episodes]: all rewards of the episode's group are equal; a group of one always is such a group"""
+    """bool [episodes]: all rewards of the episode's group are equal, as they always are in a group of one"""
 
 
 @torch.no_grad()
 def group_advantages(
     rewards: Tensor, groups: Tensor, *, baseline: Baseline, scale: Scale, epsilon: float = 1e-4
 ) -> GroupAdvantages:
-    """(reward − baseline) / (std + epsilon), from rewards [episodes] and the group number of each, int64 [episodes].
+    """Compute (reward − baseline) / (std + epsilon).
 
-    GRPO is mean and group_std, Dr. GRPO mean and none, RLOO leave_one_out and none. Standard deviations are of the
-    rewards, with Bessel's correction; batch_std is over all episodes, whatever their group.
+    rewards [episodes]; groups int64 [episodes], the group number of each episode. GRPO uses mean and group_std,
+    Dr. GRPO mean and none, RLOO leave_one_out and none. The standard deviation is that of the rewards, with Bessel's
+    correction; batch_std is over all episodes of the batch.
 
-    Equal rewards have nothing to tell apart: with a baseline their advantages are exactly 0, also in a group of one,
-    where leave_one_out has no others to compare with. Without a baseline they are the rewards, not scaled by a
-    deviation of 0 (batch_std still scales them, unless the whole batch is equal).
+    If all rewards of a group are equal, the advantages with a baseline are exactly 0. This includes a group of one,
+    where leave_one_out has no other episode. Without a baseline they are the rewards, not divided by group_std
+    (batch_std still scales them, unless all rewards of the batch are equal).
     """
     wide = rewards.double()
     _, member = torch.unique(groups, return_inverse=True)
@@ -67,7 +68,7 @@ def group_advantages(
 
 
 def _less_baseline(rewards: Tensor, centred: Tensor, stretch: Tensor, baseline: Baseline) -> Tensor:
-    """`stretch` is n / (n − 1): r − (Σ − r) / (n − 1) = (r − Σ / n) · n / (n − 1)."""
+    """Subtract the baseline. `stretch` is n / (n − 1): r − (Σ − r) / (n − 1) = (r − Σ / n) · n / (n − 1)."""
     if baseline == "mean":
         return centred
     if baseline == "leave_one_out":
@@ -78,15 +79,15 @@ def _less_baseline(rewards: Tensor, centred: Tensor, stretch: Tensor, baseline: 
 
 
 def broadcast_episodes(values: Tensor, episode_of_row: Tensor) -> Tensor:
-    """[rows]: each row gets the value of its episode; values [episodes], episode_of_row int64 [rows]."""
+    """Return [rows]: the value of each row's episode; values [episodes], episode_of_row int64 [rows]."""
     return values[episode_of_row]
 
 
 def episode_rewards(rewards: Tensor, episode_of_row: Tensor, reward_row: Tensor) -> Tensor:
-    """[episodes]: the reward of the one row that speaks for each episode, usually its final trajectory.
+    """Return [episodes]: the reward of each episode, read from one of its rows, usually its final trajectory.
 
     rewards [rows]; episode_of_row int64 [rows], episodes counted from 0; reward_row int64 [episodes], row numbers
-    within the batch. `broadcast_episodes` then takes what became of the reward to the sibling rows.
+    within the batch. `broadcast_episodes` maps values of episodes back to all of their rows.
     """
     owner = episode_of_row[reward_row]
     wrong = (owner != torch.arange(len(reward_row))).nonzero().squeeze(-1).tolist()
@@ -98,16 +99,16 @@ def episode_rewards(rewards: Tensor, episode_of_row: Tensor, reward_row: Tensor)
 
 @torch.no_grad()
 def return_to_go(values: Ragged, discount: float) -> Ragged:
-    """Σ_{u ≥ t} discount^(u − t) · values_u within each row, for values [actions] and a discount in [0, 1]."""
+    """Compute Σ_{u ≥ t} discount^(u − t) · values_u within each row, for values [actions], discount in [0, 1]."""
     totals = _discounted(values.map(Tensor.double).to_padded(0.0), discount)
     return _like(values, totals)
 
 
 @torch.no_grad()
 def gae(rewards: Ragged, values: Ragged, *, discount: float, lam: float) -> tuple[Ragged, Ragged]:
-    """Generalised advantage estimates, and the returns that the critic learns: advantages + values.
+    """Compute generalised advantage estimates, and the returns that the critic learns: advantages + values.
 
-    Both arguments [actions], with the same rows; both results have the dtype of `values`. A row ends with its last
+    Both arguments are [actions] with the same rows; both results have the dtype of `values`. A row ends with its last
     action: the value after it is 0.
     """
     if not torch.equal(rewards.offsets, values.offsets):
@@ -123,9 +124,9 @@ def gae(rewards: Ragged, values: Ragged, *, discount: float, lam: float) -> tupl
 
 
 def final_rewards(rewards: Tensor, lengths: Tensor) -> Ragged:
-    """The reward at the last action of each row, 0 before it; rewards [rows], lengths int64 [rows], in actions.
+    """Place the reward of each row at its last action, and 0 before it.
 
-    A row without actions has no place for its reward: it is left out.
+    rewards [rows]; lengths int64 [rows], in actions. The reward of a row without actions is left out.
     """
     offsets = offsets_of(lengths)
     values = rewards.new_zeros(int(offsets[-1]))
@@ -136,9 +137,9 @@ def final_rewards(rewards: Tensor, lengths: Tensor) -> Ragged:
 
 @torch.no_grad()
 def whiten(values: Ragged, *, shift: bool = True) -> Ragged:
-    """Mean 0 and variance 1 (Bessel's correction) over all actions of the batch; without `shift` the mean is kept.
+    """Scale to mean 0 and variance 1 (Bessel's correction) over all actions; without `shift`, keep the mean.
 
-    Values that are all equal, or fewer than two, have no spread to scale: they become 0, or stay without `shift`.
+    If all values are equal or there are fewer than two, they become 0, or stay unchanged without `shift`.
     """
     wide = values.values.double()
     variance = _variance(wide)
@@ -150,22 +151,22 @@ def whiten(values: Ragged, *, shift: bool = True) -> Ragged:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var(returns − values) / Var(returns), both [actions]: 1 is a perfect critic, 0 no better than a constant.
+    """Compute 1 − Var(returns − values) / Var(returns), both [actions].
 
-    0.0 where the returns do not vary: there is nothing to explain.
+    1 means a perfect critic, 0 one that is no better than a constant. Returns 0.0 if the returns do not vary.
     """
     total = _variance(returns.double())
     return 1.0 - _variance(returns.double() - values.double()) / total if total > 0 else 0.0
 
 
 def aggregation_weights(lengths: Tensor, mode: Aggregation, max_tokens: int) -> Tensor:
-    """float32 [actions]: weights w such that Σ w·l / N, over all N actions of the batch, is the mean that is named.
+    """Return float32 [actions]: weights w such that Σ w·l / N, over the N actions of the batch, is one of these means.
 
-    token_mean      Σ l / N, every action counts the same
-    sequence_mean   the mean over rows of each row's mean, every row counts the same
-    sequence_sum    Σ l / (rows · max_tokens), a denominator that does not depend on what was written (Dr. GRPO)
+    token_mean      Σ l / N: every action has the same weight
+    sequence_mean   the mean over rows of each row's mean: every row has the same weight
+    sequence_sum    Σ l / (rows · max_tokens): the denominator does not depend on the lengths (Dr. GRPO)
 
-    lengths int64 [rows], in actions; rows without actions do not count. `max_tokens` serves sequence_sum only.
+    lengths int64 [rows], in actions; rows without actions do not count. Only sequence_sum uses `max_tokens`.
     """
     actions, rows = int(lengths.sum()), int((lengths > 0).sum())
     if mode == "token_mean":
@@ -183,14 +184,14 @@ def _group_sums(values: Tensor, member: Tensor, groups: int) -> Tensor:
 
 
 def _variance(values: Tensor) -> float:
-    """With Bessel's correction; exactly 0 where all are equal, without the rounding of their mean."""
+    """Compute the variance with Bessel's correction; exactly 0, without rounding, if all values are equal."""
     if len(values) < 2 or bool(values.min() == values.max()):
         return 0.0
     return float(values.var())
 
 
 def _discounted(padded: Tensor, factor: float) -> Tensor:
-    """Sums from each position to the end of [rows, longest], each step further weighing `factor` less."""
+    """Sum from each position to the end of [rows, longest], discounting by `factor` per step."""
     if factor == 1.0:
         return padded.flip(1).cumsum(1).flip(1)
     out = torch.empty_like(padded)
@@ -202,5 +203,5 @@ def _discounted(padded: Tensor, factor: float) -> Tensor:
 
 
 def _like(values: Ragged, padded: Tensor) -> Ragged:
-    """The rows of a padded tensor, with the lengths and the dtype of `values`."""
+    """Return the rows of a padded tensor with the lengths and dtype of `values`."""
     return Ragged.from_padded(padded.to(values.values.dtype), values.lengths)

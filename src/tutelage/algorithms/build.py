@@ -1,4 +1,4 @@
-"""From the settings of a run over text to its algorithm."""
+"""Build the algorithm of a text run from its config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tutelage.errors import UserError
 
 
 def build_algorithm(config: Config, heads: Sequence[TeacherHead] = ()) -> Algorithm:
-    """Build the algorithm that the recipe names. Plugins must have been loaded."""
+    """Build the algorithm that the recipe names. Plugins must already be loaded."""
     chosen, policy = config.algorithm, policy_settings(config)
     if isinstance(chosen, Distill):
         _check_objective(chosen)
@@ -50,7 +50,7 @@ def build_algorithm(config: Config, heads: Sequence[TeacherHead] = ()) -> Algori
 
 
 def _temperatures(config: Config) -> str:
-    """What the run's first line adds where student and teacher are compared at different temperatures."""
+    """Return a remark for the run's first line if student and teacher are compared at different temperatures."""
     student = config.student_temperature
     others = {name: config.teacher_temperature(name) for name in config.teachers}
     others = {name: temperature for name, temperature in others.items() if temperature != student}
@@ -65,7 +65,7 @@ def _temperatures(config: Config) -> str:
 
 
 def policy_settings(config: Config) -> PolicySettings:
-    """The part of the algorithm's settings that every policy gradient has."""
+    """Return the settings that all policy gradients share."""
     chosen: Policy = config.algorithm
     shared = PolicySettings(
         clip_low=chosen.clip_low,
@@ -86,7 +86,7 @@ def policy_settings(config: Config) -> PolicySettings:
 
 
 def _check_objective(chosen: Distill) -> None:
-    """A plugin's objective: it must be there, and its form must make sense."""
+    """Check that the objective is registered, and that payload and form fit it."""
     if chosen.objective not in OBJECTIVES:
         near = difflib.get_close_matches(chosen.objective, OBJECTIVES, n=1)
         raise UserError(

@@ -1,4 +1,4 @@
-"""From the settings of a run over images or video to its algorithm."""
+"""Build the algorithm of an image or video run from its config."""
 
 from __future__ import annotations
 

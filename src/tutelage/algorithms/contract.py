@@ -1,4 +1,5 @@
-"""What an algorithm is: the columns it needs, what it asks of teachers, and its losses. Two pure functions at most."""
+"""The contract of algorithms: the columns they need, the payload they ask of teachers, their losses, and up to two
+pure functions that compute advantages."""
 
 from __future__ import annotations
 
@@ -19,38 +20,38 @@ Derived = Literal["old_logp", "values"]
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """How to expand a teacher's hidden states: [actions, width] → float32 log-probs [actions, shared vocabulary]."""
+    """The output head of a teacher: hidden states [actions, width] → float32 log-probs [actions, shared vocabulary]."""
 
     name: str
     log_probs: Callable[[Tensor], Tensor]
     width: int | None = None
-    """of its hidden states: what rows have beyond it belongs to wider teachers; None is all that they have"""
+    """width of its hidden states, which are padded to that of the widest teacher; None if they are not padded"""
     measured: Callable[[Tensor], Tensor] | None = None
-    """the same for evaluation, if that is another: of a teacher whose temperature is the student's"""
+    """replaces `log_probs` in evaluation, for a teacher whose temperature matches the student's"""
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.log_probs(hidden[..., : self.width])
 
     def neutral(self) -> TeacherHead:
-        """For evaluation, which takes the student at temperature 1."""
+        """Return the head for evaluation, where the student's temperature is 1."""
         return self if self.measured is None else TeacherHead(self.name, self.measured, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Which rows belong together: rows of an episode share its reward, episodes of a group share a prompt."""
+    """How rows form episodes and groups: rows of an episode share a reward, episodes of a group share a prompt."""
 
     of_row: Tensor
     """int64 [rows]: number of the row's episode"""
     group: Tensor
     """int64 [episodes]: number of the episode's group"""
     reward_row: Tensor
-    """int64 [episodes]: a row that has the episode's reward. All rows do: which trajectory earned it (`reward_from`) is
-    settled before rows are stored. This is the last one."""
+    """int64 [episodes]: the last row of each episode, from which its reward is read. All rows of an episode hold the
+    same reward: which trajectory it comes from (`reward_from`) is decided before rows are stored."""
 
     @classmethod
     def of(cls, batch: Batch) -> Episodes:
-        """From the keys of a batch, which come in key order."""
+        """Build from the keys of a batch, which are in key order."""
         numbers: dict[object, int] = {}
         groups: dict[object, int] = {}
         last: dict[int, int] = {}
@@ -70,7 +71,7 @@ class Episodes:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """What an algorithm adds to a batch before the update."""
+    """Columns that an algorithm adds to a batch before the update."""
 
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     """row-span columns [rows]"""
@@ -79,36 +80,36 @@ class Signal:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def added_to(self, batch: Batch) -> Batch:
-        """The batch with these columns."""
+        """Return the batch with these columns added."""
         return replace(batch, columns={**batch.columns, **self.columns}, rows={**batch.rows, **self.rows})
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One training signal."""
+    """A training algorithm: what it needs, what it computes, and its losses."""
 
     name: str
     needs: tuple[str, ...]
     """columns that a row must have before its group is complete"""
     payload: PayloadName
-    """what teachers are asked for"""
+    """what it asks of teachers"""
     losses: tuple[Loss, ...]
     note: str
-    """one line for the user: what is optimised, and whether exactly"""
+    """one line for the user: what is optimised, and whether it is exact"""
     top_k: int = 0
     derives: tuple[Derived, ...] = ()
-    """columns that the learner computes with the weights of before the update"""
+    """columns that the learner computes before the update"""
     over_rows: Callable[[Mapping[str, Tensor], Episodes], Signal] | None = None
-    """from rewards and groups: small, wherever the run is driven"""
+    """computes the signal from row-span columns (rewards) and groups"""
     over_columns: Callable[[Batch], Signal] | None = None
-    """from per-action columns: where the rows are"""
+    """computes the signal from per-action columns"""
     aggregate: Callable[[Tensor], Mapping[str, Ragged]] | None = None
-    """from the actions of each row of one update → the column `weight`, if the loss is not a mean over actions"""
+    """number of actions of each row of an update → the column `weight`; None if the loss is a mean over actions"""
     shares: tuple[str, ...] = ()
-    """group-span columns that the model itself needs; those that rows have are fetched"""
+    """group-span columns that the model needs; those that the rows lack are skipped"""
     reads: tuple[Loss, ...] = ()
-    """further columns, named after these, that the learner computes with the weights of before the update"""
+    """losses that give further columns, named after them, which the learner computes before the update"""
     at_first: Callable[[Batch, Mapping[str, Ragged]], Mapping[str, float]] | None = None
-    """metrics from the first update of a step, whose columns are still those of the weights that acted"""
+    """computes metrics from the columns of a step's first update, when the weights are still those of the sampler"""
     critic_losses: tuple[Loss, ...] = ()
-    """what the critic learns from the same batch; none means that there is no critic"""
+    """losses of the critic on the same batch; empty if there is no critic"""

@@ -1,4 +1,4 @@
-"""On-policy distillation: the divergence between student and teacher at every state that the student visited."""
+"""On-policy distillation: the divergence between student and teacher at every state that the student visits."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tutelage.losses.contract import Loss, LossSum, ModelOut
 
 BASE = ("tokens", "mask", "behaviour_logp")
 Judged = tuple[Tensor, dict[str, Tensor]]
-"""[actions] with gradient, and detached columns for the record"""
+"""The divergence [actions] with gradient, and detached columns for the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """D(student, teacher) per action, from whichever payload the teacher sent."""
+    """D(student, teacher) per action, computed from the teacher's payload."""
 
     objective: Objective
     payload: PayloadName
@@ -79,7 +79,7 @@ class Divergence:
         else:
             student = distillation.buckets(log_probs, ids, repeated)
             teacher = distillation.teacher_buckets(named, repeated, log_probs.shape[-1])
-        # By the named tokens alone: with them the rest agrees too, but where it is tiny its log is rounding.
+        # Compare the named tokens only. If they agree, so does the rest, but the log of a tiny rest is only rounding.
         settled = fused.agree(student[:, : named.shape[-1]].detach(), teacher[:, : named.shape[-1]]).all(-1)
         value = self.objective.formula(student, teacher, self.settings).masked_fill(settled, 0.0)
         present = named if repeated is None else named.masked_fill(repeated, distillation.ABSENT)
@@ -94,8 +94,10 @@ class Divergence:
         return value, seen
 
     def _floored(self, teacher: Tensor, repeated: Tensor | None, vocabulary: int) -> Tensor:
-        """float [actions]: 1 where the floor applied to an outcome that there is. Ids that are named twice, and the
-        rest where every id is named, are none."""
+        """Return float [actions]: 1 where the floor applies to an outcome.
+
+        Repeated ids do not count, nor does the rest bucket if every id is named.
+        """
         low = teacher < self.settings.floor
         if repeated is None:
             return low[:, :vocabulary].any(-1).float()
@@ -104,7 +106,7 @@ class Divergence:
 
 
 def named_by(payload: PayloadName, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The ids [actions, k] of a bucketed payload, the teacher's log-probs of them, and which ids are named twice."""
+    """Return the ids [actions, k] of a bucketed payload, the teacher's log-probs of them, and which are repeated."""
     if payload == "top_k":
         return columns["teacher_topk_ids"], columns["teacher_topk_logp"], None
     if payload == "student_top_k":
@@ -117,7 +119,7 @@ def named_by(payload: PayloadName, columns: Mapping[str, Tensor]) -> tuple[Tenso
 def _student_mass(
     log_probs: Tensor, ids: Tensor, repeated: Tensor | None, columns: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The student's mass on the named ids, and the share of the teacher's top k that is in the student's."""
+    """Return the student's mass on the named ids, and the share of the teacher's top k that is in the student's."""
     mass = log_probs.gather(-1, ids).exp()
     if repeated is not None:
         mass = mass.masked_fill(repeated, 0.0)
@@ -134,7 +136,7 @@ def _taken(log_probs: Tensor, ids: Tensor) -> Tensor:
 
 
 def expand(heads: Sequence[TeacherHead], hidden: Tensor, index: Tensor) -> Tensor:
-    """Log-probs [actions, vocabulary] of each action's own teacher; `index` [actions] numbers the heads."""
+    """Return the log-probs [actions, vocabulary] of each action's teacher; `index` [actions] selects its head."""
     with torch.no_grad():
         present = index.unique().tolist()
         if len(present) == 1:
@@ -148,11 +150,11 @@ def expand(heads: Sequence[TeacherHead], hidden: Tensor, index: Tensor) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class SupervisedLoss:
-    """Differentiate the divergence."""
+    """A loss that differentiates the divergence."""
 
     divergence: Divergence
     policy: PolicySettings = field(default_factory=PolicySettings)
-    """of the task rewards beside it: an estimate from the sampled token is corrected for who drew it, as they are"""
+    """settings of the task loss used alongside; estimates from the sampled token get the same importance weights"""
     name: str = "distill"
     coefficient: float = 1.0
 
@@ -165,8 +167,10 @@ class SupervisedLoss:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceAsReward:
-    """The negative divergence of the sampled token, as the sampler saw it, becomes the advantage: of that token alone
-    (discount 0), or with all that follows it (discount 1)."""
+    """Uses the negative divergence of the sampled token, at the sampler's log-probs, as its advantage.
+
+    With discount 0 the advantage is that of the token alone, with discount 1 the sum from it to the end.
+    """
 
     objective: Objective
     settings: Settings
@@ -185,7 +189,7 @@ class DivergenceAsReward:
 
 
 def choose_payload(objective: Objective, payload: str) -> PayloadName:
-    """The payload that serves an objective when the user named none."""
+    """Return the payload the user named, or the default one of the objective."""
     if payload != "auto":
         return payload  # type: ignore[return-value]  # the schema has checked it
     return SERVES[objective.sees][0]
@@ -204,14 +208,14 @@ def distill(
     task_weight: float = 0.0,
     heads: Sequence[TeacherHead] = (),
 ) -> Algorithm:
-    """Put the parts together and say in one line what is optimised."""
+    """Build the distillation algorithm, with a note that says what is optimised."""
     chosen_objective = OBJECTIVES[objective]
     chosen = choose_payload(chosen_objective, payload)
     losses: list[Loss] = []
     over_columns: Callable[[Batch], Signal] | None = None
     if form == "supervised":
-        beside = policy if task_weight > 0 else PolicySettings()
-        losses.append(SupervisedLoss(Divergence(chosen_objective, chosen, heads, settings), beside))
+        loss_policy = policy if task_weight > 0 else PolicySettings()
+        losses.append(SupervisedLoss(Divergence(chosen_objective, chosen, heads, settings), loss_policy))
     else:
         losses.append(
             ClippedLoss(policy, advantage="distill_advantage", name="distill", shown=("divergence", "teacher_logp"))
@@ -240,21 +244,21 @@ def distill(
 
 
 def _later_updates(payload: PayloadName, policy: PolicySettings) -> str:
-    """What is said of a divergence that is differentiated more than once in a batch."""
+    """Return the remark for a sampled divergence that is differentiated more than once per batch."""
     if not policy.several_updates or payload != "sampled":
         return ""
     return "; from a batch's second update on, tokens are weighed by how likely they are now, at the states of before"
 
 
 def _raised_floor(settings: Settings) -> str:
-    """What is said of a floor that may apply to tokens which the teacher does not exclude."""
+    """Return the remark for a floor so high that it may apply to tokens which the teacher does not exclude."""
     if settings.floor <= distillation.FLOOR:
         return ""
     return f"; teacher log-probs below {settings.floor:g} count as {settings.floor:g} (algorithm.log_prob_floor)"
 
 
 def exactness(objective: Objective, payload: PayloadName, form: Form, discount: int) -> str:
-    """Whether what is computed is what is named, for the run's first line."""
+    """Say for the run's first line whether the objective is computed exactly."""
     claim = objective.claim(form)
     if form == "policy_gradient":
         reach = "whole sequences" if discount else "per token, its effect on later states is not counted"

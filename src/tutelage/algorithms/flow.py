@@ -1,4 +1,4 @@
-"""Learning to paint: FlowGRPO and its guarded form, DiffusionNFT, and distillation step by step."""
+"""Algorithms for diffusion models: FlowGRPO, with or without guard, DiffusionNFT, and step-by-step distillation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tutelage.losses.contract import LossSum
 from tutelage.losses.flow import FlowOut
 
 STEPS = ("mask", "behaviour_logp", "sigmas", "latents", "targets")
-"""What every loss over denoising steps needs of a row."""
+"""Columns that every loss over denoising steps needs."""
 ROUNDING = 1e-5
-"""Means of the same step, computed by the same model in another batch, differ by less (float32, relative)."""
+"""Relative tolerance for means of the same step, computed by the same model in different batches (float32)."""
 CONDITIONING = ("text", "pooled", "negative_text", "negative_pooled")
-"""Stored once per prompt; an architecture has some of them."""
+"""Conditioning columns, stored once per prompt; each architecture uses some of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowGrpoLoss:
-    """The clipped policy gradient of denoising steps, and the KL to the reference beside it."""
+    """The clipped policy gradient of denoising steps, plus the KL to the reference."""
 
     clip: float
     advantage_clip: float
@@ -44,7 +44,7 @@ class FlowGrpoLoss:
         old = columns["behaviour_logp"]
         log_ratio = out.logp - old
         if self.guard:
-            # Before the first update the old mean is the mean itself.
+            # With a single update the old mean is the current one.
             before = columns["means"] if self.several_updates else out.mean.detach()
             log_ratio = flow.guarded_log_ratio(out.logp, old, out.mean, before, out.std)
         result = flow.flow_grpo(log_ratio, advantage, self.clip)
@@ -65,7 +65,7 @@ class FlowGrpoLoss:
 
 @dataclass(frozen=True, slots=True)
 class NftLoss:
-    """Flow matching on the student's own media, weighted by how good they are."""
+    """Flow matching on the student's own samples, weighted by their advantage."""
 
     beta: float
     advantage_clip: float
@@ -96,7 +96,7 @@ class MatchLoss:
 
     def __call__(self, out: FlowOut, columns: Mapping[str, Tensor]) -> LossSum:
         teacher = columns["teacher_mean"]
-        # Where both agree to rounding there is nothing to learn: an adaptive optimizer would make full steps of it.
+        # Skip differences within rounding: an adaptive optimizer would turn them into full steps.
         apart = (out.mean.detach() - teacher).abs() > ROUNDING * (1 + teacher.abs())
         settled = ~apart.flatten(1).any(1)
         loss = flow.step_kl(out.mean, teacher, out.std).masked_fill(settled, 0.0)
@@ -106,7 +106,7 @@ class MatchLoss:
 
 @dataclass(frozen=True, slots=True)
 class ReadVelocity:
-    """The student's velocity with the weights of before the updates."""
+    """Reads the student's velocity before the updates."""
 
     name: str = "old_velocity"
     coefficient: float = 1.0
@@ -116,7 +116,7 @@ class ReadVelocity:
 
 
 def flow_grpo(policy: PolicySettings, *, clip: float, advantage_clip: float, guard: bool, kl: float) -> Algorithm:
-    """Denoising steps as actions; one advantage for all steps of a medium."""
+    """Build FlowGRPO: denoising steps are actions, and all steps of a sample share one advantage."""
     several = policy.several_updates
     loss = FlowGrpoLoss(clip, advantage_clip, guard, kl, several)
     return Algorithm(
@@ -134,7 +134,7 @@ def flow_grpo(policy: PolicySettings, *, clip: float, advantage_clip: float, gua
 
 
 def diffusion_nft(policy: PolicySettings, *, beta: float, advantage_clip: float, kl: float) -> Algorithm:
-    """The forward process: finished media are noised again, so no log-probs and no random sampler are needed."""
+    """Build DiffusionNFT, which adds noise to finished samples again and needs no log-probs and no random sampler."""
     several = policy.several_updates
     return Algorithm(
         name="diffusion_nft",
@@ -149,7 +149,7 @@ def diffusion_nft(policy: PolicySettings, *, beta: float, advantage_clip: float,
 
 
 def flow_distill() -> Algorithm:
-    """The teacher's mean of every step that the student took."""
+    """Build distillation from the teacher's mean at every step that the student took."""
     return Algorithm(
         name="distill",
         needs=(*STEPS, *PAYLOADS["step_mean"].columns),
@@ -164,10 +164,10 @@ def flow_distill() -> Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class ReplayGap:
-    """How far the learner's log-probs lie from the sampler's with the same weights, at each denoising step."""
+    """Measures how far the learner's log-probs are from the sampler's with the same weights, at each step."""
 
     clip: float = math.inf
-    """what the gap must not exceed: a loss that clips ratios would clip rounding"""
+    """upper bound of the gap: above it, a loss that clips ratios would clip rounding errors"""
 
     def __call__(self, batch: Batch, columns: Mapping[str, Ragged]) -> dict[str, float]:
         gap = (columns["student_logp"].values - batch.columns["behaviour_logp"].values).abs()
@@ -185,5 +185,5 @@ class ReplayGap:
 
 
 def _bounded(advantage: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Within ± limit, and where that applied."""
+    """Clamp to ± limit, and return where the clamp applied."""
     return advantage.clamp(-limit, limit), (advantage.abs() > limit).float()

@@ -1,4 +1,4 @@
-"""Rewards of whole answers, compared within the group of a prompt: GRPO, Dr. GRPO, leave-one-out."""
+"""GRPO, Dr. GRPO and leave-one-out: rewards of whole answers, compared within the group of a prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BASE = ("tokens", "mask", "behaviour_logp", "reward")
 
 
 def grpo(policy: PolicySettings) -> Algorithm:
-    """One advantage for all actions of an episode; no critic."""
+    """Build GRPO: all actions of an episode share one advantage, and there is no critic."""
     scale = {"group_std": "the group's spread", "batch_std": "the batch's spread", "none": "1"}[policy.scale]
     against = {"mean": "the group's mean", "leave_one_out": "the mean of the others", "none": "0"}[policy.baseline]
     return Algorithm(

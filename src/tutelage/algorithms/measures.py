@@ -1,4 +1,4 @@
-"""What evaluation measures at every action: both divergences, agreement and entropy, over the full vocabulary."""
+"""Per-action measures of evaluation: both divergences, agreement and entropy, over the full vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tutelage.losses.contract import LossSum, ModelOut
 
 @dataclass(frozen=True, slots=True)
 class TeacherMeasures:
-    """Compares student and teacher; the sum is KL(student‖teacher)."""
+    """Compares student and teacher; the total is the sum of KL(student‖teacher)."""
 
     heads: Sequence[TeacherHead]
     name: str = "measures"
@@ -37,7 +37,7 @@ class TeacherMeasures:
 
 @dataclass(frozen=True, slots=True)
 class PlainMeasures:
-    """What there is to say without a teacher."""
+    """Measures that need no teacher."""
 
     name: str = "measures"
     coefficient: float = 1.0

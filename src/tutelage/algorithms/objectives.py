@@ -1,7 +1,7 @@
-"""What a recipe can name as `algorithm.objective`: formulas, what they look at, and what they claim to descend.
+"""The objectives that a recipe can name in `algorithm.objective`: formulas, what they see, and what they claim.
 
-A claim is a divergence over the full distribution, at states held fixed (target `token`) or of whole sequences (target
-`sequence`). `tutelage certify` compares the claim with the gradient that the losses really have.
+A claim names the divergence over the full distribution that an objective descends, at fixed states (target `token`) or
+of whole sequences (target `sequence`). `tutelage certify` compares the claim with the actual gradient of the losses.
 
     @objective("my_loss", sees="distribution", claim="reverse_kl")
     def my_loss(student_logp, teacher_logp, settings):   # [actions, outcomes] each → [actions]
@@ -25,14 +25,14 @@ Form = Literal["supervised", "policy_gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Numbers of the formulas."""
+    """Parameters of the formulas."""
 
     beta: float = 0.5
     """weight of the teacher in the mixture of jsd"""
     alpha: float = 0.1
     """weight of the teacher in the mixture of skewed_kl"""
     floor: float = distillation.FLOOR
-    """teacher log-probs are not taken below this"""
+    """lower bound of teacher log-probs"""
 
 
 Formula = Callable[[Tensor, Tensor, Settings], Tensor]
@@ -40,26 +40,26 @@ Formula = Callable[[Tensor, Tensor, Settings], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a form of an objective descends."""
+    """The divergence that one form of an objective descends."""
 
     divergence: str
-    """name of a full-distribution divergence (`DIVERGENCES`), or of a difference of two: "reverse_kl-forward_kl"; "" is
-    nothing: its mean gradient is zero"""
+    """name of a full-distribution divergence (`DIVERGENCES`), or a difference of two such as "reverse_kl-forward_kl";
+    "" means none, and if `exact`, a mean gradient of zero"""
     exact: bool
-    """whether the expected gradient is that of `divergence`; if not, `note` says what is wrong"""
+    """whether the expected gradient is that of `divergence`; if not, `note` explains the difference"""
     note: str
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One formula and what is claimed of it."""
+    """A formula and its claims."""
 
     name: str
     sees: Sees
     formula: Formula
     supervised: Claim
     policy_gradient: Claim
-    """at discount 0; at discount 1 the target is the sequence"""
+    """for discount 0; with discount 1 the target is the sequence"""
     rule: Callable[[Settings], fused.Rule] | None = None
     """the fused full-vocabulary form of the formula"""
 
@@ -82,8 +82,10 @@ _SAME = Claim("", False, "the divergence of a state is the same for every token 
 
 
 def register_objective(name: str, *, sees: Sees = "distribution", claim: str = "") -> Callable[[Formula], Formula]:
-    """Give a user's formula a name. `claim` is the divergence that it says it descends when differentiated; a formula
-    over the distribution claims to descend itself if nothing is said."""
+    """Register a user's formula under a name.
+
+    `claim` is the divergence that the formula descends when it is differentiated; by default, the formula itself.
+    """
 
     def add(formula: Formula) -> Formula:
         if name in OBJECTIVES and OBJECTIVES[name].formula is not formula:

@@ -1,4 +1,4 @@
-"""What every policy gradient has in common, whichever signal gave the advantages."""
+"""Parts that all policy gradients share, whatever the advantages are computed from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tutelage.losses.policy_gradient import ImportanceMode, KlEstimator
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """How an advantage becomes a loss."""
+    """Settings of the policy gradient loss."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -41,9 +41,9 @@ class PolicySettings:
     baseline: Baseline = "mean"
     scale: Scale = "group_std"
     max_tokens: int = 1
-    """divisor of sequence_sum: the longest answer that the recipe allows"""
+    """divisor of sequence_sum: the maximum length of an answer"""
     several_updates: bool = False
-    """the batch is learned from more than once, so ratios are against the weights of before"""
+    """the batch is used for several updates, so ratios are relative to the weights before the first one"""
 
     @property
     def needs_old_logp(self) -> bool:
@@ -51,22 +51,24 @@ class PolicySettings:
 
 
 def common(out: ModelOut, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Per-action columns of every loss over tokens."""
+    """Return the per-action columns that all losses over tokens report."""
     logp = out.logp.detach()
     return {"student_logp": logp, "entropy": out.entropy.detach(), "sampler_gap": sampler_gap(logp, columns)}
 
 
 def sampler_gap(logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-    """[actions]: how far learner and sampler are apart with the same weights. What updates have moved is not counted,
-    where the log-probs of before them are known."""
+    """Return [actions]: the distance between the learner's and the sampler's log-probs.
+
+    It is measured before the updates if `old_logp` is known, so that it does not include the effect of updates.
+    """
     return (columns.get("old_logp", logp) - columns["behaviour_logp"]).abs()
 
 
 def token_weight(policy: PolicySettings, logp: Tensor, columns: Mapping[str, Tensor]) -> Tensor | None:
-    """[actions]: how much more likely each action is now than it was when it was drawn, for estimates from the sampled
-    token; None where it is the same. States are weighed by nothing: they stay those that were visited.
+    """Return [actions]: importance weights for estimates from the sampled token, or None if none are needed.
 
-    From the weights before the updates to those now; from the sampler to the weights before, if `importance` says so.
+    They cover the change from the weights before the updates to the current ones, and with `importance` also that from
+    the sampler to the weights before the updates. They correct for tokens only, not for the states that were visited.
     """
     if not policy.needs_old_logp:
         return None
@@ -83,7 +85,7 @@ def _importance(policy: PolicySettings, columns: Mapping[str, Tensor]) -> policy
 
 
 def later_updates(policy: PolicySettings) -> str:
-    """What the run's first line adds where a batch is learned from more than once."""
+    """Return a remark for the run's first line if a batch is used for several updates."""
     if not policy.several_updates:
         return ""
     return "; from a batch's second update on PPO's surrogate: advantages and states stay, ratios are clipped"
@@ -91,14 +93,14 @@ def later_updates(policy: PolicySettings) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClippedLoss:
-    """The clipped policy gradient of one advantage column; the KL to a reference and an entropy bonus beside it."""
+    """The clipped policy gradient of one advantage column, plus the KL to a reference and an entropy bonus."""
 
     policy: PolicySettings
     advantage: str
     name: str
     coefficient: float = 1.0
     shown: tuple[str, ...] = ()
-    """columns of the batch that the record shows as they are"""
+    """columns of the batch that are copied to the record"""
 
     def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
         policy, logp = self.policy, out.logp
@@ -138,8 +140,10 @@ class ClippedLoss:
 
 
 def task_signal(policy: PolicySettings) -> Callable[[Mapping[str, Tensor], Episodes], Signal]:
-    """Advantages of whole episodes from their rewards, within the group of a prompt; every trajectory of an episode
-    gets its episode's."""
+    """Return a function that computes the advantage of each episode within its group.
+
+    All trajectories of an episode get the same advantage.
+    """
 
     def over_rows(rows: Mapping[str, Tensor], episodes: Episodes) -> Signal:
         rewards = episode_rewards(rows["reward"], episodes.of_row, episodes.reward_row)
@@ -154,7 +158,7 @@ def task_signal(policy: PolicySettings) -> Callable[[Mapping[str, Tensor], Episo
 
 
 def reward_metrics(rewards: Tensor) -> dict[str, float]:
-    """Mean and extremes over episodes."""
+    """Return the mean, minimum and maximum over episodes."""
     if len(rewards) == 0:
         return {}
     return {
@@ -165,7 +169,7 @@ def reward_metrics(rewards: Tensor) -> dict[str, float]:
 
 
 def aggregator(policy: PolicySettings) -> Callable[[Tensor], Mapping[str, Ragged]] | None:
-    """What turns the learner's mean over actions into another aggregation; nothing for the mean itself."""
+    """Return a function that computes the `weight` column of the aggregation; None for the mean over actions."""
     if policy.aggregation == "token_mean":
         return None
 
@@ -178,7 +182,7 @@ def aggregator(policy: PolicySettings) -> Callable[[Tensor], Mapping[str, Ragged
 
 @dataclass(frozen=True, slots=True)
 class ReadLogp:
-    """The student's log-probs with the weights of before the updates."""
+    """Reads the student's log-probs before the updates."""
 
     name: str = "old_logp"
     coefficient: float = 1.0

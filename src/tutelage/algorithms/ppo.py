@@ -1,4 +1,4 @@
-"""Rewards at the end of an answer, spread over its tokens: PPO with a critic and GAE, and REINFORCE++ without one."""
+"""PPO with a critic and GAE, and REINFORCE++ without a critic: the reward of an answer is spread over its tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BASE = ("tokens", "mask", "behaviour_logp", "reward")
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """The critic learns the return of each action."""
+    """The critic's loss: its values are fitted to the returns."""
 
     clip: float | None
     name: str = "value"
@@ -44,7 +44,7 @@ class ValueLoss:
 
 @dataclass(frozen=True, slots=True)
 class ReadValues:
-    """The critic's prediction at every action, for advantages."""
+    """Reads the critic's value at every action, for advantages."""
 
     name: str = "values"
     coefficient: float = 1.0
@@ -54,7 +54,7 @@ class ReadValues:
 
 
 def _rewards(rows: Mapping[str, Tensor], episodes: Episodes) -> Signal:
-    """Every trajectory ends with its episode's reward."""
+    """Give every trajectory the reward of its episode."""
     rewards = episode_rewards(rows["reward"], episodes.of_row, episodes.reward_row)
     return Signal(
         rows={"episode_reward": broadcast_episodes(rewards, episodes.of_row)}, metrics=reward_metrics(rewards)
@@ -62,7 +62,7 @@ def _rewards(rows: Mapping[str, Tensor], episodes: Episodes) -> Signal:
 
 
 def _per_action(batch: Batch, kl_in_reward: float) -> tuple[Ragged, dict[str, float]]:
-    """The reward at the last action, less the KL to the reference at every action."""
+    """Return per-action rewards: the reward at the last action, minus the KL to the reference at every action."""
     behaviour = batch.columns["behaviour_logp"]
     rewards = final_rewards(batch.rows["episode_reward"], behaviour.lengths)
     if kl_in_reward == 0:
@@ -75,7 +75,7 @@ def _per_action(batch: Batch, kl_in_reward: float) -> tuple[Ragged, dict[str, fl
 def ppo(
     policy: PolicySettings, *, discount: float, lam: float, value_clip: float | None, kl_in_reward: float = 0.0
 ) -> Algorithm:
-    """An actor and a critic."""
+    """Build PPO: an actor and a critic, with GAE."""
 
     def over_columns(batch: Batch) -> Signal:
         rewards, metrics = _per_action(batch, kl_in_reward)
@@ -101,7 +101,7 @@ def ppo(
 
 
 def reinforce_plus_plus(policy: PolicySettings, *, discount: float, kl_in_reward: float) -> Algorithm:
-    """Returns instead of a critic, whitened over the batch."""
+    """Build REINFORCE++: returns, whitened over the batch, instead of a critic."""
 
     def over_columns(batch: Batch) -> Signal:
         rewards, metrics = _per_action(batch, kl_in_reward)

@@ -1,4 +1,4 @@
-"""The optimizer and the random generators as a checkpoint keeps them: named tensors, and what fits into JSON."""
+"""Convert the optimizer and the random generators to named tensors and JSON state for a checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tutelage.checkpoint.store import CheckpointError
 def pack_optimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer as named tensors and JSON-able state. The tensors are its own, not copies."""
+    """Return the optimizer as named tensors, which are not copied, and JSON state."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     groups = []
@@ -36,10 +36,10 @@ def unpack_optimizer(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Put a packed optimizer's settings and state into a fresh one of the same kind over the same parameters.
+    """Load the settings and state of a packed optimizer into a new one of the same kind and parameters.
 
-    Unlike `load_state_dict` this narrows no dtype: fp32 moments of bf16 weights stay fp32. Moments that are narrower
-    than their parameter (checkpoints of before there were masters have bf16 ones) are widened.
+    Unlike `load_state_dict`, this never narrows a dtype: fp32 moments of bf16 weights stay fp32. Moments that are
+    narrower than their parameter, such as the bf16 ones of checkpoints without masters, are widened.
     """
     groups = _named_groups(optimizer, named_parameters)
     _require_same_optimizer(type(optimizer).__name__, [list(members) for _, members in groups], state)
@@ -59,7 +59,7 @@ def unpack_optimizer(
 def _named_groups(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
 ) -> list[tuple[dict[str, Any], dict[str, Parameter]]]:
-    """Each parameter group with its parameters by name."""
+    """Return each parameter group with its parameters by name."""
     names = {id(parameter): name for name, parameter in named_parameters}
     nameless = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if nameless:
@@ -88,7 +88,7 @@ def _join(values: Mapping[str, Any], prefix: str, tensors: Mapping[str, Tensor])
 
 
 def _placed(value: Any, parameter: Parameter, *, on_cpu: bool) -> Any:
-    """A tensor is copied to where the optimizer expects it, with the parameter's strides: fused kernels need both."""
+    """Copy a tensor to the device that the optimizer expects, with the parameter's strides, as fused kernels need."""
     if not isinstance(value, Tensor):
         return value
     if value.shape == parameter.shape and not on_cpu:
@@ -100,7 +100,7 @@ def _placed(value: Any, parameter: Parameter, *, on_cpu: bool) -> Any:
 def _require_same_optimizer(kind: str, here: list[list[str]], state: Mapping[str, Any]) -> None:
     problems = []
     if kind != state["optimizer"]:
-        problems.append(f"it is of {state['optimizer']}, the run uses {kind}: set optimizer.name back")
+        problems.append(f"it belongs to {state['optimizer']}, the run uses {kind}: set optimizer.name back")
     there = [group["parameters"] for group in state["groups"]]
     have, want = {name for group in here for name in group}, {name for group in there for name in group}
     for names, what in (
@@ -110,20 +110,20 @@ def _require_same_optimizer(kind: str, here: list[list[str]], state: Mapping[str
         if names:
             problems.append(f"it {what}: {', '.join(sorted(names)[:5])} ({len(names)} in all)")
     if have == want and here != there:
-        problems.append("its parameters are grouped in another way")
+        problems.append("its parameters are grouped differently")
     if problems:
         raise CheckpointError("the checkpoint's optimizer does not fit:\n" + "\n".join(f"  {p}" for p in problems))
 
 
 def seed_rng(seed: int) -> None:
-    """Start every global random generator from the run's seed; any whole number will do."""
+    """Seed all global random generators with the seed of the run, which may be any integer."""
     random.seed(seed)
     np.random.seed(random.getrandbits(32))
     torch.manual_seed(random.getrandbits(63))
 
 
 def pack_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of every global random generator (torch on CPU and CUDA, Python, NumPy) as tensors and JSON."""
+    """Return the state of all global random generators (torch on CPU and CUDA, Python, NumPy) as tensors and JSON."""
     version, internal, gauss = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
     if legacy["bit_generator"] != "MT19937":
@@ -140,7 +140,7 @@ def pack_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def unpack_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Put every global random generator back. CUDA devices that are not here are left out."""
+    """Restore all global random generators. States of CUDA devices that do not exist here are skipped."""
     python, numpy_state = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
     key = tensors["numpy"].numpy().astype(np.uint32)

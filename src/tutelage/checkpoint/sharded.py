@@ -1,15 +1,16 @@
-"""Checkpoints that several ranks write together, each its own slices, and that any number of ranks can read.
+"""Sharded checkpoints: several ranks write them together, each its own slices, and any number of ranks can read them.
 
     step-000010/
       model-00000-of-00002.safetensors      optimizer-00000-of-00002.safetensors
       model-00001-of-00002.safetensors      optimizer-00001-of-00002.safetensors      state.json
 
-Slices are runs of rows: the pieces of a tensor, in the order of ranks, are the whole tensor. What is not sliced (a step
-count) stands in the first rank's file. `state.json` lists the files with their seals, as in any checkpoint, and the
-files' own headers say what is in them. Checkpoints written by one process are read too.
+A slice is a range of rows: the slices of a tensor, concatenated in rank order, are the whole tensor. Values that are
+not sliced (such as a step count) are in the file of rank 0. `state.json` lists the files with their sizes and
+checksums, as in any checkpoint, and the header of each file lists its tensors. Checkpoints of a single process can be
+read too.
 
-All ranks see the same directory. They write into `.shards-step-000010`; when all have finished, rank 0 moves the files
-into the checkpoint, which appears under its name in one rename.
+All ranks share one directory. They write to `.shards-step-000010`; when all have finished, rank 0 moves the files into
+the checkpoint, which gets its name in one rename.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tutelage.checkpoint.tensor_file import Seal, TensorFile
 from tutelage.data import durable
 
 NamedTensors = Mapping[str, Mapping[str, Tensor]]
-"""By file stem (model, optimizer, …), then by name."""
+"""Tensors by file stem (model, optimizer, …), then by name."""
 T = TypeVar("T")
 
 _SHARDS = ".shards-"
@@ -51,7 +52,7 @@ _PIECE = re.compile(r"(.+)-(\d{5})-of-\d{5}")
 
 
 class Everyone(Protocol):
-    """The ranks, as far as checkpoints go."""
+    """The ranks of the learner, as far as checkpoints need them."""
 
     @property
     def number(self) -> int: ...
@@ -60,17 +61,17 @@ class Everyone(Protocol):
     def count(self) -> int: ...
 
     def all(self, value: T) -> list[T]:
-        """What each rank says, in the order of ranks."""
+        """Return the values of all ranks, in rank order."""
 
 
 class ShardedStore(CheckpointStore):
-    """The checkpoints of a run whose learner has several ranks. Every rank has one of these and calls `save_shards`."""
+    """The checkpoints of a run whose learner has several ranks. Every rank creates one and calls `save_shards`."""
 
     def __init__(self, directory: Path, keep: int, ranks: Everyone) -> None:
         super().__init__(directory, keep)
         self.ranks = ranks
         self._written: dict[Path, Seal] = {}
-        """files of all ranks that wait to be moved into the checkpoint"""
+        """files of all ranks, to be moved into the checkpoint"""
 
     def save_shards(
         self,
@@ -82,9 +83,10 @@ class ShardedStore(CheckpointStore):
         measure: str | None = None,
         value: float | None = None,
     ) -> Path:
-        """Like `save`, by all ranks: each gives its slices, and rank 0's state counts.
+        """Save a checkpoint like `save`; all ranks call this. Each passes its slices, and the state of rank 0 is saved.
 
-        Returns when the checkpoint is durable. If a rank cannot write, no rank has a checkpoint, and all say why.
+        Returns when the checkpoint is durable. If a rank cannot write, there is no checkpoint, and all ranks raise an
+        error with the reason.
         """
         folder, first = self.directory / (_SHARDS + name_of(step)), self.ranks.number == 0
         what = f"{name_of(step)} was not saved in {self.directory}"
@@ -110,7 +112,7 @@ class ShardedStore(CheckpointStore):
                 remove(folder)
 
     def _lay_out(self, folder: Path, tensors: NamedTensors, layouts: dict[Path, TensorFile]) -> int:
-        """This rank's files to be; returns their size."""
+        """Lay out the files of this rank. Returns their total size."""
         for stem, named in tensors.items():
             name = f"{stem}-{self.ranks.number:05d}-of-{self.ranks.count:05d}"
             layouts[folder / f"{name}.safetensors"] = TensorFile(name, dict(_slices(named, self.ranks.number)))
@@ -129,7 +131,7 @@ class ShardedStore(CheckpointStore):
 
 
 class _Finished(TensorFile):
-    """A file that a rank has written already: it only has to be moved to its place."""
+    """A file that a rank has already written. Writing it means moving it."""
 
     def __init__(self, path: Path, seal: Seal) -> None:
         self.path, self.seal, self.size = path, seal, seal.size
@@ -145,10 +147,10 @@ class _Finished(TensorFile):
 
 
 def load_shards(path: Path, like: NamedTensors, ranks: Everyone) -> Checkpoint:
-    """Read a checkpoint, whoever wrote it; every rank calls this, and each checks the checksums of some of the files.
+    """Read a checkpoint, sharded or not; all ranks call this. Each rank verifies the checksums of some of the files.
 
-    A tensor comes sliced like the one of the same name in `like` (where that is a DTensor), else whole. What was saved
-    is what is returned: `like` need not hold it all.
+    A tensor is sliced like the DTensor of the same name in `like`, or else whole. All saved tensors are returned,
+    whether `like` has them or not.
     """
     path = Path(path)
     state, wrong = read_state(path) if path.is_dir() else (None, f"{path}: no such directory")
@@ -168,12 +170,12 @@ def load_shards(path: Path, like: NamedTensors, ranks: Everyone) -> Checkpoint:
 
 
 def _everywhere(ranks: Everyone, what: str, work: Callable[[], T]) -> list[T]:
-    """What this work gave on each rank. If it failed on one, all ranks raise an error that names it."""
+    """Run work on every rank, and return the results of all. If it fails on one, all ranks raise an error."""
     outcome: list[T] = []
     problem, cause = "", None
     try:
         outcome.append(work())
-    except Exception as error:  # whatever it is, the other ranks must hear of it instead of waiting
+    except Exception as error:  # the other ranks must learn of any error, or they would wait
         problem, cause = f"rank {ranks.number}: {error}", error
     told = ranks.all((outcome, problem))
     problems = [p for _, p in told if p]
@@ -183,7 +185,7 @@ def _everywhere(ranks: Everyone, what: str, work: Callable[[], T]) -> list[T]:
 
 
 def _slices(named: Mapping[str, Tensor], rank: int) -> Iterator[tuple[str, Tensor]]:
-    """What this rank writes: its rows of what is sliced, and on rank 0 the rest."""
+    """Yield the tensors that this rank writes: its slices, and on rank 0 also what is not sliced."""
     for name, tensor in named.items():
         if isinstance(tensor, DTensor):
             _first_row(name, tensor)
@@ -193,7 +195,7 @@ def _slices(named: Mapping[str, Tensor], rank: int) -> Iterator[tuple[str, Tenso
 
 
 def _first_row(name: str, tensor: DTensor) -> int:
-    """Where this rank's rows begin."""
+    """Return the first row of this rank."""
     if tensor.placements != (Shard(0),):
         raise ValueError(f"tensor {name!r} is placed as {tensor.placements}, expected rows over one mesh dimension")
     rows = -(-tensor.shape[0] // tensor.device_mesh.size())
@@ -201,7 +203,7 @@ def _first_row(name: str, tensor: DTensor) -> int:
 
 
 def _read(files: list[Path], like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of these files, which are the pieces of one stem in order. Only the rows asked for are read."""
+    """Yield every tensor of these files, the pieces of one stem in rank order. Only the needed rows are read."""
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         pieces: dict[str, list[Any]] = {}
@@ -233,7 +235,7 @@ def _read(files: list[Path], like: Mapping[str, Tensor]) -> Iterator[tuple[str, 
 
 
 def _rows(holders: list[Any], name: str, rows: list[int], start: int, stop: int) -> Tensor:
-    """Rows start … stop of a tensor whose pieces have so many rows each."""
+    """Read rows start to stop of a tensor; `rows` is the number of rows of each piece."""
     parts: list[Tensor] = []
     first = 0
     for file, count in zip(holders, rows, strict=True):

@@ -1,18 +1,18 @@
-"""Checkpoints that survive being killed at any instant: safetensors and JSON, nothing pickled.
+"""Checkpoints that stay intact if the run is killed at any time: safetensors and JSON, nothing pickled.
 
     checkpoints/
       step-000005/  model.safetensors  optimizer.safetensors  state.json
       step-000010/  …
       best.json     {"step": 5, "measure": "kl", "value": 0.38}
 
-A checkpoint is written into a hidden directory, made durable, and appears under its name in one rename, so a name is
-always either absent or complete. Hidden names are what a killed save leaves behind; the next save removes them:
+A checkpoint is written to a hidden directory, made durable, and then renamed, so a checkpoint is always either absent
+or complete. A killed save leaves hidden names behind, which the next save removes:
 
     .writing-step-000010   not finished
     .trash-step-000005     being deleted
-    .old-step-000010       about to be replaced by a new step-000010; counts as that step while there is no other
+    .old-step-000010       being replaced by a new step-000010; used as that step until the new one exists
 
-Files carry a CRC-32: it finds truncation and damage at less than half the cost of SHA-256. It does not protect from
+A CRC-32 of each file detects truncation and damage at less than half the cost of SHA-256. It does not protect against
 forgery, which is not needed, as nothing in a checkpoint is executed.
 """
 
@@ -39,35 +39,35 @@ from tutelage.errors import UserError
 
 FORMAT = "tutelage-checkpoint"
 FORMATS = (FORMAT, "understudy-checkpoint")
-"""What is read: also what the project wrote under its former name."""
+"""Formats that can be read, including that of the project's former name."""
 VERSION = 1
 STATE = "state.json"
 BEST = "best.json"
 
 _SLACK = 4096
-"""bytes that a file or directory may take beyond its contents"""
+"""bytes that a file or directory may need beyond its contents"""
 _STEP = re.compile(r"step-(\d{6,})")
 _WRITING, _TRASH, _OLD = ".writing-", ".trash-", ".old-"
 
 
 class CheckpointError(UserError):
-    """A checkpoint that could not be written, found or trusted."""
+    """A checkpoint cannot be written, found or verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint holds; see `sharded.load_shards`."""
+    """The content of a checkpoint; see `sharded.load_shards`."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
-    """by file stem (model, optimizer, …), then by name"""
+    """tensors by file stem (model, optimizer, …), then by name"""
     state: dict[str, Any]
-    """what the run passed to `save`"""
+    """the state passed to `save`"""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Which checkpoint is the best one, and by what."""
+    """The step of the best checkpoint, and the measure and value that make it the best."""
 
     step: int
     measure: str | None = None
@@ -75,29 +75,32 @@ class Best:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Reading never writes, so a run under way may be looked at; only one process saves."""
+    """The checkpoints of one run.
+
+    Reading never writes, so it is safe while the run is active. Only one process may save.
+    """
 
     def __init__(self, directory: Path, keep: int) -> None:
-        """`directory` holds the step-… directories; `keep` of them stay, besides the best one."""
+        """`directory` contains the step-… directories. The last `keep` of them are kept, besides the best one."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = Path(directory)
         self.keep = keep
 
     def steps(self) -> tuple[int, ...]:
-        """Steps that have a checkpoint, in ascending order."""
+        """Return the steps that have a checkpoint, in ascending order."""
         return tuple(sorted(self._paths()))
 
     def latest(self) -> Path:
-        """The checkpoint of the highest step."""
+        """Return the directory of the checkpoint of the highest step."""
         return self.named("latest")
 
     def best(self) -> Path:
-        """The checkpoint marked as best."""
+        """Return the directory of the checkpoint marked as best."""
         return self.named("best")
 
     def named(self, name: str) -> Path:
-        """Directory of `latest`, `best` or `step-000010`."""
+        """Return the directory of `latest`, `best` or a name such as `step-000010`."""
         paths, mark = self._paths(), self.best_mark()
         known = {name_of(step): path for step, path in sorted(paths.items())}
         if mark is not None:
@@ -110,14 +113,14 @@ class CheckpointStore:
         return known[name]
 
     def best_mark(self) -> Best | None:
-        """The best checkpoint so far; None before the first one is marked."""
+        """Return the mark of the best checkpoint; None if no checkpoint is marked."""
         paths, mark = self._paths(), self._read_mark()
         if paths:
             mark = _mark_in_transit(paths[max(paths)], mark)
         return mark if mark is not None and mark.step in paths else None
 
     def mark_best(self, step: int, measure: str | None = None, value: float | None = None) -> None:
-        """Name the best checkpoint, durably; the one named before goes, unless it is among the last `keep`."""
+        """Mark a checkpoint as the best, durably. The previous best is deleted unless it is among the last `keep`."""
         self.named(name_of(step))
         with self._explained(f"{name_of(step)} could not be marked as best"):
             self._write_mark(Best(step, measure, value))
@@ -133,11 +136,11 @@ class CheckpointStore:
         measure: str | None = None,
         value: float | None = None,
     ) -> Path:
-        """Write one checkpoint (file stem → named tensors, plus JSON-able state) and prune the older ones.
+        """Write one checkpoint (file stem → named tensors, plus JSON state) and prune older ones.
 
-        Tensors may be views into larger storages: only the view's data is written, one tensor in memory at a time.
-        Whatever happens, earlier checkpoints stay as they are until this one is durable. Checkpoints of later steps,
-        left by a run that was resumed from an earlier one, go away then, as they belong to another course of events.
+        Tensors may be views of larger storages: only the data of the view is written, with one tensor in memory at a
+        time. Earlier checkpoints are not touched until this one is durable. Then checkpoints of later steps are
+        deleted: they are left over if the run was resumed from an earlier step.
         """
         layouts = {f"{stem}.safetensors": TensorFile(stem, named) for stem, named in tensors.items()}
         seals = {name: Seal(layout.size, 0) for name, layout in layouts.items()}
@@ -162,13 +165,13 @@ class CheckpointStore:
         return target
 
     def rewind(self, step: int) -> None:
-        """Forget every checkpoint after `step`: for a run that goes on from an earlier one."""
+        """Delete all checkpoints after `step`, for a run that continues from an earlier one."""
         with self._explained(f"could not rewind to {name_of(step)}"):
             self.recover()
             self._forget_after(step)
 
     def recover(self) -> None:
-        """Finish or remove what a killed save left behind. For the one process that saves, at its start."""
+        """Finish or remove what a killed save has left behind. Only the process that saves may call this."""
         if not self.directory.is_dir():
             return
         for entry in list(self.directory.iterdir()):
@@ -209,7 +212,7 @@ class CheckpointStore:
             raise
 
     def _forget_after(self, step: int) -> None:
-        """Drop later checkpoints, newest first, and go back to the best mark of the time when the first was saved."""
+        """Delete later checkpoints, newest first, and restore the best mark from before the first of them."""
         later, mark = [at for at in self.steps() if at > step], self.best_mark()
         if mark is not None and mark.step > step:
             state, _ = read_state(self._paths()[later[0]])
@@ -218,13 +221,13 @@ class CheckpointStore:
         self._drop(reversed(later))
 
     def _prune(self) -> None:
-        """Keep the last ones and the best one."""
+        """Delete all checkpoints but the last ones and the best one."""
         best = self.best_mark()
         kept = {*self.steps()[-self.keep :], *([best.step] if best else [])}
         self._drop(old for old in self.steps() if old not in kept)
 
     def _drop(self, steps: Iterable[int]) -> None:
-        """Take the name away first: a directory that is half deleted must not look like a checkpoint."""
+        """Delete checkpoints. Rename them first, so that a partly deleted directory does not look like a checkpoint."""
         for step in list(steps):
             trash = self.directory / (_TRASH + name_of(step))
             os.rename(self.directory / name_of(step), trash)
@@ -254,7 +257,7 @@ class CheckpointStore:
 
     @contextmanager
     def _explained(self, what: str, needed: int | None = None) -> Iterator[None]:
-        """Turn an error of the file system into one that says what it means for the run."""
+        """Turn an OSError into a CheckpointError that says what it means for the run."""
         try:
             yield
         except OSError as error:
@@ -263,7 +266,7 @@ class CheckpointStore:
                 existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
                 message += f" (it needs {needed:,} bytes; {shutil.disk_usage(existing).free:,} are free)"
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            cure = "Make room, or keep fewer checkpoints," if full else "Put that right"
+            cure = "Make room, or keep fewer checkpoints," if full else "Fix this"
             there = ", ".join(map(name_of, self.steps())) or "none"
             message += f". Nothing is half written; checkpoints there: {there}. {cure} and resume"
             raise CheckpointError(message) from error
@@ -278,14 +281,14 @@ def name_of(step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What state.json holds. Written last: its presence says that the other files are there."""
+    """The content of state.json, which is written last: if it exists, so do the other files."""
 
     step: int
     files: dict[str, Seal]
     best: Best | None
     """set if this checkpoint was the best one when it was saved"""
     best_before: Best | None
-    """the mark that `best` replaces: as long as best.json still says this, the save was killed before it got there"""
+    """the mark that `best` replaces; if best.json still has this one, the save was killed before updating it"""
     state: dict[str, Any]
 
     def to_json(self) -> bytes:
@@ -294,12 +297,12 @@ class State:
 
 
 def read_state(directory: Path) -> tuple[State | None, str]:
-    """What state.json says, or None and what is wrong with it."""
+    """Read state.json. Returns None and the problem if it cannot be used."""
     path = directory / STATE
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
-        return None, f"{path}: missing, so this is no finished checkpoint of tutelage"
+        return None, f"{path}: missing, so this is not a finished checkpoint of tutelage"
     except (OSError, ValueError) as error:
         return None, f"{path}: cannot be read as JSON, probably cut off: {error}"
     if not isinstance(raw, dict) or raw.get("format") not in FORMATS:
@@ -314,11 +317,11 @@ def read_state(directory: Path) -> tuple[State | None, str]:
         best, before = (None if raw[key] is None else _best_from(raw[key]) for key in ("best", "best_before"))
         return State(raw["step"], files, best, before, raw["state"]), ""
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return None, f"{path}: not as tutelage writes it: {error!r}"
+        return None, f"{path}: does not have the expected content: {error!r}"
 
 
 def _verify(path: Path) -> tuple[State | None, list[str]]:
-    """Everything that is wrong with a checkpoint, each with the file's name."""
+    """Return the state of a checkpoint and all of its problems, each with the name of the file."""
     if not path.is_dir():
         return None, [f"{path}: no such directory"]
     state, wrong = read_state(path)
@@ -345,7 +348,7 @@ def damage(file: Path, seal: Seal) -> list[str]:
 
 
 def advice(path: Path) -> str:
-    """What to do about a damaged checkpoint: the newest other one that is whole."""
+    """Say what to do about a damaged checkpoint: use the newest other one that is intact, if any."""
     others = CheckpointStore(path.parent, 1)._paths()
     for step in sorted(others, reverse=True):
         state, problems = (None, []) if others[step] == path else _verify(others[step])
@@ -355,7 +358,7 @@ def advice(path: Path) -> str:
 
 
 def _mark_in_transit(newest: Path, mark: Best | None) -> Best | None:
-    """The mark that best.json should carry, if a save was killed between the checkpoint's rename and best.json's."""
+    """Return the mark that best.json should have, even if a save was killed before it updated best.json."""
     state, _ = read_state(newest)
     in_transit = state is not None and state.best is not None and state.best_before == mark
     return state.best if state is not None and in_transit else mark
@@ -366,7 +369,10 @@ def _best_from(raw: Mapping[str, Any]) -> Best:
 
 
 def _require_json(value: Any, where: str) -> None:
-    """JSON would turn integer keys into strings without a word, and its errors do not say where."""
+    """Check that a value can be saved as JSON.
+
+    The json module silently converts integer keys to strings, and its errors do not name the place.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""One file of a checkpoint: written durably in chunks, with the seal by which it is known to be whole."""
+"""One file of a checkpoint, written durably in chunks, with its size and checksum."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """By which a file is known to be whole."""
+    """The size and checksum that verify a file."""
 
     size: int
     crc32: int
 
 
 class TensorFile:
-    """One safetensors file to be: 8 bytes of header length, a JSON header, then the tensors' bytes without gaps."""
+    """The layout of a safetensors file: 8 bytes of header length, a JSON header, then the tensors without gaps."""
 
     def __init__(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
         file_name(f"{stem}.safetensors")
         problems = [f"{stem}: {why}" for name, tensor in tensors.items() for why in _unsavable(name, tensor)]
         if problems:
             raise ValueError("\n".join(problems))
-        # Wide dtypes first, as the safetensors library does it, so that every tensor is aligned when mapped.
+        # Wide dtypes first, like the safetensors library, so that every tensor is aligned when mapped.
         self.tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -82,19 +82,19 @@ def _unsavable(name: str, tensor: Tensor) -> list[str]:
     if tensor.dtype not in _DTYPES:
         problems.append(f"tensor {name!r} has dtype {tensor.dtype}, which safetensors does not know")
     if tensor.layout != torch.strided or tensor.is_meta:
-        problems.append(f"tensor {name!r} is no dense tensor with data ({tensor.layout}, {tensor.device})")
+        problems.append(f"tensor {name!r} is not a dense tensor with data ({tensor.layout}, {tensor.device})")
     return problems
 
 
 def file_name(name: str) -> str:
-    """The name itself, if it can only mean a file in the checkpoint's own directory."""
+    """Return the name if it is a plain file name; raise ValueError otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9_-]+\.safetensors", name):
-        raise ValueError(f"{name!r} does not serve as a file name: letters, digits, - and _, then .safetensors")
+        raise ValueError(f"{name!r} is not a valid file name: use letters, digits, - and _, then .safetensors")
     return name
 
 
 def write_bytes(path: Path, pieces: Iterable[bytes | memoryview]) -> Seal:
-    """Write and checksum one new file, in chunks that stay in the processor's cache for the second pass."""
+    """Write one new file and compute its checksum, in chunks that stay in the CPU cache between the two."""
     size = crc = 0
 
     def chunks() -> Iterator[bytes | memoryview]:

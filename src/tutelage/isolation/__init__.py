@@ -1,11 +1,11 @@
-"""Processes that run code which is not trusted with the run's keys, network and memory.
+"""Isolated processes for code that is not trusted with the keys, network and memory of the run.
 
-    contract     what such a process may see and use
-    process      the side of whoever starts one: start, kill, wait
-    environment  which environment variables it sees
-    guard        the process between the two, which starts the program, watches it and cleans up after it
-    namespaces   what the program's process gives up before it begins
+    contract     what an isolated process may see and use
+    process      the parent's side: start, kill, wait
+    environment  the environment variables that it sees
+    guard        the process in between, which starts the program, monitors it and cleans up after it
+    namespaces   the privileges that the program's process drops before it starts
 
-Nothing is imported here: such processes start often and must start fast. docs/isolation.md says what is isolated and
-what is not.
+Nothing is imported here: isolated processes start often and must start fast. docs/isolation.md says what is isolated
+and what is not.
 """

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """Limits hold for the process and all that it started, together."""
+    """What a process may see and use. Limits apply to the process and all that it starts, together."""
 
     network: bool = False
     env: tuple[str, ...] = ()
-    """names of environment variables of the run that it sees besides the harmless ones"""
+    """names of environment variables of the run that it sees, besides the harmless ones"""
     memory: int = 4_000_000_000
-    """bytes of resident memory, of it and all that it started"""
+    """limit of resident memory, in bytes"""
     processes: int = 32
-    """itself and all that it started"""
+    """maximum number of processes, including itself"""
     output: int = 1_000_000
-    """bytes that it may print in one second"""
+    """output limit in bytes per second"""

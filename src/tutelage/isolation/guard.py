@@ -1,11 +1,11 @@
-"""The process between an isolated program and whoever started it: `python -m tutelage.isolation.guard ORDER`.
+"""The process between an isolated program and its parent: `python -m tutelage.isolation.guard ORDER`.
 
-It starts the program in a process of its own, passes on what it prints, and watches its memory, its number of processes
-and its output a few times a second. When one of them passes its limit, when the program ends, or when whoever started
-it closes the control socket or dies, everything that the program has started is killed, whatever group or session it
-has moved to, and its scratch directory is removed.
+It starts the program in a child process, forwards its output, and monitors its memory, number of processes and output
+several times per second. When a limit is exceeded, the program ends, or the parent closes the control socket or dies,
+the guard kills everything that the program has started, in whatever process group or session it is, and removes the
+scratch directory.
 
-On the control socket it sends two lines of JSON: `Began` and, as the last thing it does, `Ended`.
+It sends two lines of JSON on the control socket: `Began` and, at the very end, `Ended`.
 """
 
 from __future__ import annotations
@@ -24,66 +24,66 @@ from typing import Any, NoReturn, TypedDict
 from tutelage.isolation import namespaces
 
 TICK = 0.05
-"""Seconds between two looks at memory and processes."""
+"""Seconds between two checks of memory and processes."""
 
 CLEANED = 10.0
-"""Seconds in which killed processes must be gone."""
+"""Seconds within which killed processes must be gone."""
 
 _PIPE = 4096
-"""Bytes that a pipe which is ready takes without blocking."""
+"""Bytes that a writable pipe accepts without blocking."""
 
 
 class Launch(TypedDict):
-    """What to start and what it may use. It is an argument of the guard, which everybody can see: it holds no keys."""
+    """What to start, and its limits. It is passed as a command-line argument, visible to all, so it holds no keys."""
 
     program: list[str]
-    """`-m module arguments`: Python's own module, without starting another Python; else a command"""
+    """`-m module arguments` for a module, which runs in the same Python; otherwise a command"""
     control: int
-    """descriptor of the control socket"""
+    """file descriptor of the control socket"""
     parent: int
     scratch: str
     """directory that is removed at the end"""
     network: bool
     memory: int
-    """bytes of resident memory, of all its processes together"""
+    """limit of resident memory of all its processes together, in bytes"""
     processes: int
     output: int
-    """bytes that it may print in one second"""
+    """output limit in bytes per second"""
 
 
 class Began(TypedDict):
     pid: int
     gaps: list[str]
-    """what the kernel did not let the guard isolate"""
+    """what the kernel does not allow to isolate"""
 
 
 class Ended(TypedDict):
     how: str
-    """exit status N, signal NAME"""
+    """exit status N or signal NAME"""
     broke: str
-    """memory, processes, output: the limit that was passed; empty if none was"""
+    """the limit that was exceeded: memory, processes or output; empty if none was"""
     why: str
 
 
-class _Broke(Exception):
+class _LimitExceeded(Exception):
     def __init__(self, limit: str, why: str) -> None:
         super().__init__(why)
         self.limit = limit
 
 
-class _Over(Exception):
-    """Whoever started the program wants it to end, or is gone."""
+class _Stopped(Exception):
+    """The parent wants the program to end, or is gone."""
 
 
 def main(argv: Sequence[str]) -> None:
     order: Launch = json.loads(argv[1])
-    control = socket.socket(fileno=os.dup(order["control"]))  # a small number, and not inheritable
+    control = socket.socket(fileno=os.dup(order["control"]))  # a low descriptor that is not inheritable
     os.close(order["control"])
     namespaces.adopt_orphans()
-    said, says = os.pipe()
-    program = _start(order, control, said, says)
-    os.close(says)
-    ended = _Guard(order, control, program, said).watch()
+    output_fd, program_output = os.pipe()
+    program = _start(order, control, output_fd, program_output)
+    os.close(program_output)
+    ended = _Guard(order, control, program, output_fd).watch()
     with suppress(OSError):
         control.sendall(_line(ended))
     os._exit(0)
@@ -93,18 +93,18 @@ def _line(message: Began | Ended) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-# --- the start --------------------------------------------------------------------------------------------------------
+# --- start ------------------------------------------------------------------------------------------------------------
 
 
-def _start(order: Launch, control: socket.socket, said: int, says: int) -> int:
-    """Fork the program's process; returns its id when it has given up what it can."""
+def _start(order: Launch, control: socket.socket, output_fd: int, program_output: int) -> int:
+    """Fork the program's process. Returns its id once it has dropped its privileges."""
     guard = os.getpid()
     here, there = socket.socketpair()
     program = os.fork()
     if program == 0:
         here.close()
-        os.close(said)
-        _become(order, control, there, says, guard)
+        os.close(output_fd)
+        _become(order, control, there, program_output, guard)
     there.close()
     with here:
         if here.recv(1):
@@ -116,14 +116,14 @@ def _start(order: Launch, control: socket.socket, said: int, says: int) -> int:
     return program
 
 
-def _become(order: Launch, control: socket.socket, guard: socket.socket, says: int, parent: int) -> NoReturn:
-    """In the new process: give up what it must not have, and run the program."""
+def _become(order: Launch, control: socket.socket, guard: socket.socket, program_output: int, parent: int) -> NoReturn:
+    """Drop privileges and run the program; called in the new process."""
     status = 1
     try:
         os.setsid()
-        os.dup2(says, 1)
-        os.dup2(says, 2)
-        os.close(says)
+        os.dup2(program_output, 1)
+        os.dup2(program_output, 2)
+        os.close(program_output)
 
         def map_ids() -> None:
             guard.sendall(b".")
@@ -160,38 +160,38 @@ def _run(program: list[str]) -> int:
 
 
 def _passed_on() -> list[int]:
-    """Descriptors that are the program's alone."""
+    """Return the file descriptors that only the program needs."""
     found = []
     for fd in map(int, os.listdir("/proc/self/fd" if namespaces.LINUX else "/dev/fd")):
-        with suppress(OSError):  # that of the listing is closed by now
+        with suppress(OSError):  # the descriptor of the listing itself is closed by now
             if fd > 2 and os.get_inheritable(fd):
                 found.append(fd)
     return found
 
 
-# --- the watch --------------------------------------------------------------------------------------------------------
+# --- monitor ----------------------------------------------------------------------------------------------------------
 
 
 class _Guard:
-    def __init__(self, order: Launch, control: socket.socket, program: int, said: int) -> None:
-        self.order, self.control, self.program, self.said = order, control, program, said
+    def __init__(self, order: Launch, control: socket.socket, program: int, output_fd: int) -> None:
+        self.order, self.control, self.program, self.output_fd = order, control, program, output_fd
         self.status: int | None = None
         self.pending = b""
-        """of what the program printed: not passed on yet"""
+        """output of the program that is not forwarded yet"""
         self.second, self.printed = time.monotonic(), 0
-        os.set_blocking(said, False)
+        os.set_blocking(output_fd, False)
 
     def watch(self) -> Ended:
-        """Until the program ends or has to; when this returns, nothing of it is left."""
+        """Monitor the program until it ends or must be ended. When this returns, no process of it is left."""
         broke = why = ""
         try:
             self._watch()
-        except _Broke as passed:
+        except _LimitExceeded as passed:
             broke, why = passed.limit, str(passed)
-        except _Over:
+        except _Stopped:
             pass
         gone = self._kill()
-        self._last_words()
+        self._flush_output()
         _remove(self.order["scratch"])
         how = _how(self.status) if gone else f"it could not be killed in {CLEANED:g} s"
         return {"how": how, "broke": broke, "why": why}
@@ -203,24 +203,24 @@ class _Guard:
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         looked = 0.0
-        hears = [self.said]
+        sources = [self.output_fd]
         while not self._reap():
-            listen: list[Any] = [self.control, wake, *(hears if not self.pending else [])]
+            listen: list[Any] = [self.control, wake, *(sources if not self.pending else [])]
             ready, writable, _ = select.select(listen, [2] if self.pending else [], [], TICK)
             if self.control in ready and not self.control.recv(_PIPE):
-                raise _Over
+                raise _Stopped
             if wake in ready:
                 os.read(wake, _PIPE)
-            if self.said in ready and not self._listen():
-                hears = []
+            if self.output_fd in ready and not self._listen():
+                sources = []
             if writable:
                 self._pass_on()
             if (now := time.monotonic()) - looked >= TICK:
                 looked = now
-                self._look()
+                self._check_limits()
 
     def _reap(self) -> bool:
-        """Whether the program has ended; also buries orphans."""
+        """Reap ended processes, and return whether the program has ended."""
         with suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -230,22 +230,26 @@ class _Guard:
                     self.status = status
         return self.status is not None
 
-    def _look(self) -> None:
+    def _check_limits(self) -> None:
         if os.getppid() != self.order["parent"]:
-            raise _Over
+            raise _Stopped
         resident = {pid: pages for pid in descendants(os.getpid()) if (pages := _resident(pid))}
         if len(resident) > self.order["processes"]:
-            raise _Broke("processes", f"it ran {len(resident)} processes, allowed are {self.order['processes']}")
+            raise _LimitExceeded(
+                "processes", f"it ran {len(resident)} processes, the limit is {self.order['processes']}"
+            )
         if sum(resident.values()) > self.order["memory"]:
-            # pages that several processes share are counted once, which takes longer
+            # count shared pages once, which takes longer
             held = sum(resident.values()) if len(resident) == 1 else sum(map(_proportional, resident))
             if held > self.order["memory"]:
-                raise _Broke("memory", f"it held {_giga(held)} GB of memory, allowed are {_giga(self.order['memory'])}")
+                raise _LimitExceeded(
+                    "memory", f"it held {_giga(held)} GB of memory, the limit is {_giga(self.order['memory'])}"
+                )
 
     def _listen(self) -> bool:
-        """Read what was printed; False at its end."""
+        """Read output of the program. Returns False at its end."""
         try:
-            self.pending = os.read(self.said, _PIPE)
+            self.pending = os.read(self.output_fd, _PIPE)
         except BlockingIOError:
             return True
         if time.monotonic() - self.second >= 1:
@@ -253,25 +257,25 @@ class _Guard:
         self.printed += len(self.pending)
         if self.printed > self.order["output"]:
             why = f"it printed more than {self.order['output'] / 1e6:g} MB in a second, which is not allowed"
-            raise _Broke("output", why)
+            raise _LimitExceeded("output", why)
         return bool(self.pending)
 
     def _pass_on(self) -> None:
         try:
             self.pending = self.pending[os.write(2, self.pending) :]
         except OSError:
-            self.pending = b""  # nobody reads it
+            self.pending = b""  # the reader is gone
 
-    def _last_words(self) -> None:
-        """What was printed before the end and can be passed on at once."""
-        with suppress(_Broke, OSError):
+    def _flush_output(self) -> None:
+        """Forward the remaining output, as far as this does not block."""
+        with suppress(_LimitExceeded, OSError):
             while (self.pending or self._listen()) and select.select([], [2], [], 0)[1]:
                 if not self.pending:
                     break
                 self._pass_on()
 
     def _kill(self) -> bool:
-        """Everything at once, again and again, since processes may start others meanwhile."""
+        """Kill all processes, repeatedly, since they may start others meanwhile. Returns whether all are gone."""
         until = time.monotonic() + CLEANED
         while time.monotonic() < until:
             there = descendants(os.getpid())
@@ -287,7 +291,7 @@ class _Guard:
 
 
 def _unwatched() -> list[str]:
-    """What the limits do not apply to where the kernel does not list the children of a process."""
+    """Return what is not limited if the kernel does not list the children of a process."""
     if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return []
     return [
@@ -297,7 +301,7 @@ def _unwatched() -> list[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on."""
+    """Return the process ids of all children, their children, and so on."""
     found: list[int] = []
     look = [pid]
     while look:
@@ -317,7 +321,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of resident memory; 0 of one that has ended."""
+    """Return the resident memory in bytes; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -326,7 +330,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Bytes of resident memory, of shared pages its part."""
+    """Return the proportional set size in bytes: shared pages are divided among the processes that share them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))

@@ -1,8 +1,8 @@
-"""What a process gives up before it runs code that is not trusted: the network, and what its user may do to others.
+"""Drop the privileges of a process before it runs untrusted code: the network, and access to other processes.
 
-A user namespace of its own costs nothing and needs no privileges where the kernel allows it. A process in one cannot
-read the environment and memory of processes outside (/proc/PID/environ), although they belong to the same user. A
-network namespace of its own has no way out: no interface is up in it, not even the one for localhost.
+A new user namespace is cheap and, where the kernel allows it, needs no privileges. A process in it cannot read the
+environment and memory of processes outside (/proc/PID/environ), although they belong to the same user. A new network
+namespace has no connection: no interface is up, not even localhost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 _CAPABILITY_VERSION = 0x20080522
 _FILE_CAPABILITIES = 0b1111
-"""CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER: with these, root goes on to read files of other users."""
+"""CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER: with these, root can still read files of other users."""
 
 LINUX = sys.platform == "linux"
 
 
 def adopt_orphans() -> None:
-    """Processes whose parents end become children of this one."""
+    """Make orphaned descendants children of this process."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -33,8 +33,11 @@ def die_with_parent(signal: int) -> None:
 
 
 def give_up(network: bool, map_ids: Callable[[], None]) -> list[str]:
-    """Leave the namespaces of the caller; returns what the kernel did not allow, in sentences. `map_ids`: has somebody
-    outside call `map_own_ids` for this process. The process must have one thread."""
+    """Move this process, which must have one thread, to new namespaces.
+
+    `map_ids` must make a process outside call `map_own_ids` for this one. Returns what the kernel does not allow, as
+    sentences.
+    """
     if not LINUX:
         return [
             "only Linux isolates processes: their network, memory and number are not limited here, and they can read "
@@ -57,12 +60,12 @@ def give_up(network: bool, map_ids: Callable[[], None]) -> list[str]:
 
 
 def map_own_ids(pid: int) -> None:
-    """Called outside: users and groups have the same numbers in the namespace of that process as here."""
+    """Map users and groups to the same ids in the namespace of that process. Call this from outside of it."""
     for kind, own in (("uid", os.getuid()), ("gid", os.getgid())):
         ranges = [line.split() for line in Path(f"/proc/self/{kind}_map").read_text().splitlines()]
-        everyone = "".join(f"{inside} {inside} {count}\n" for inside, _, count in ranges)
+        all_ids = "".join(f"{inside} {inside} {count}\n" for inside, _, count in ranges)
         try:
-            _write(f"/proc/{pid}/{kind}_map", everyone)
+            _write(f"/proc/{pid}/{kind}_map", all_ids)
         except OSError:  # only root may map the others
             with suppress(OSError):
                 _write(f"/proc/{pid}/setgroups", "deny")
@@ -71,7 +74,7 @@ def map_own_ids(pid: int) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """In one call, as the kernel wants it."""
+    """Write in one system call, as the kernel requires."""
     file = os.open(path, os.O_WRONLY)
     try:
         os.write(file, text.encode())
@@ -80,13 +83,13 @@ def _write(path: str, text: str) -> None:
 
 
 def _capabilities() -> int:
-    """Those in effect, as bits."""
+    """Return the effective capabilities, as bits."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("CapEff:")[2].split()[0], 16)
 
 
 def _keep_capabilities(kept: int) -> None:
-    """A new user namespace comes with all capabilities in it; drop all but these, also for programs started later."""
+    """Drop all other capabilities, which a new user namespace grants, also for programs that are started later."""
     for number in range(64):
         if not kept >> number & 1 and _prctl(_PR_CAPBSET_DROP, number) != 0:
             break
@@ -97,7 +100,7 @@ def _keep_capabilities(kept: int) -> None:
 
 
 def _unshare(flags: int) -> str | None:
-    """What the kernel says against it."""
+    """Unshare namespaces. Returns the kernel's error, or None."""
     if not flags or _libc().unshare(flags) == 0:
         return None
     return os.strerror(ctypes.get_errno())

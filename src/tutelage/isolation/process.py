@@ -1,4 +1,4 @@
-"""An isolated process as whoever started it holds it."""
+"""The parent's handle of an isolated process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tutelage.isolation.guard import CLEANED, Began, Ended, Launch
 
 
 class IsolatedProcess:
-    """A running program and the guard that watches it. Nothing here blocks except `wait`.
+    """A running program and the guard that monitors it. Only `wait` and `end` block.
 
     process = IsolatedProcess.start(["-m", "my.module"], Isolation())
     ended = process.wait()
@@ -41,9 +41,11 @@ class IsolatedProcess:
         pass_fds: Sequence[int] = (),
         extra: Mapping[str, str] | None = None,
     ) -> IsolatedProcess:
-        """Start a command, or with `-m` a module in the same Python. It prints to our standard error, reads nothing,
-        and has the variable TMPDIR point to a directory that is removed when it ends. `extra`: variables that it gets
-        besides. UserError if a variable of `env` is not set."""
+        """Start a command, or with `-m` a module in the same Python.
+
+        Its output goes to our standard error, its input is empty, and TMPDIR is a directory that is removed when it
+        ends. `extra` holds additional environment variables. Raises UserError if a variable of `env` is not set.
+        """
         environment = clean_environment(os.environ, isolation.env, network=isolation.network)
         ours, theirs = socket.socketpair()
         scratch = tempfile.mkdtemp(prefix="tutelage-")
@@ -77,22 +79,22 @@ class IsolatedProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard; when it is gone, so is the program."""
+        """The process id of the guard. When the guard is gone, so is the program."""
         return self._guard.pid
 
     @property
     def gaps(self) -> list[str]:
-        """What the kernel did not let the guard isolate; known once the program has begun."""
+        """What the kernel does not allow to isolate; known once the program has started."""
         began: Began | None = self._said("gaps")
         return began["gaps"] if began else []
 
     def kill(self) -> None:
-        """Have the program and all that it started killed. Safe to repeat."""
+        """Request that the program and all that it started are killed. Safe to repeat."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
 
     def wait(self, seconds: float | None = None) -> Ended:
-        """Until nothing is left of the program. TimeoutError after `seconds`."""
+        """Wait until no process of the program is left. Raises TimeoutError after `seconds`."""
         try:
             code = self._guard.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -106,7 +108,7 @@ class IsolatedProcess:
         return {"how": how, "broke": "", "why": ""}
 
     def end(self) -> Ended:
-        """Kill it and wait."""
+        """Kill the program and wait."""
         self.kill()
         try:
             return self.wait(2 * CLEANED)
@@ -115,7 +117,7 @@ class IsolatedProcess:
             return self.wait()
 
     def _clean_up(self) -> None:
-        """The guard was killed and could not do it; the program died with it, and its group is killed here."""
+        """Clean up after a guard that was killed. The program died with it; its process group is killed here."""
         began: Began | None = self._said("pid")
         if began is not None:
             with suppress(ProcessLookupError, PermissionError):
@@ -123,7 +125,7 @@ class IsolatedProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _said(self, key: str) -> Any:
-        """The guard's message that has this key."""
+        """Return the guard's message that has this key."""
         with suppress(OSError):
             while data := self._control.recv(65536):
                 self._heard += data

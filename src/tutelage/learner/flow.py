@@ -1,4 +1,4 @@
-"""Denoising steps through a diffusion model: every trained step of every row is an action of its own."""
+"""Passes of a diffusion model over denoising steps: every trained step of every row is one action."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tutelage.models.flow.contract import FlowModel, repeated
 from tutelage.policy.flow import StepKind
 
 TENSORS = ("latents", "targets", "mask", "sigmas", "timesteps", "behaviour_logp", "version")
-"""Columns that the pass itself reads, or that belong to other spans than actions."""
+"""Columns that the pass itself reads, or that are not action-span."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """How the work is cut, and which Gaussians the steps were drawn from."""
+    """The size of a pass, and the sampler settings that define the distribution of each step."""
 
     micro_batch_steps: int
     kind: StepKind
@@ -28,8 +28,10 @@ class StepLimits:
     guidance: float
 
     def split(self, batch: Batch) -> list[list[int]]:
-        """Actions of each pass: the first trained step of all rows, then the second, so that a pass as large as the
-        rollout's batch computes on the same rows as one of its ticks."""
+        """Return the actions of each pass: the first trained step of all rows, then the second, and so on.
+
+        In this order, a pass as large as the rollout's batch computes the same rows as one sampler step.
+        """
         offsets = action_offsets(batch)
         counts = offsets.diff()
         number = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
@@ -40,12 +42,12 @@ class StepLimits:
         return FlowPass(model, batch, torch.tensor(part, dtype=torch.int64), self)
 
     def neutral(self) -> StepLimits:
-        """As evaluation measures: the same."""
+        """Return the limits for evaluation, which are the same."""
         return self
 
 
 class FlowPass:
-    """Some steps, in one forward pass."""
+    """One forward pass over some denoising steps."""
 
     def __init__(self, model: FlowModel, batch: Batch, positions: Tensor, limits: StepLimits) -> None:
         self.positions, device = positions, model.device
@@ -72,11 +74,11 @@ class FlowPass:
         yield Chunk(self._out, self._columns, {})
 
     def backward(self) -> None:
-        """The chunk has gone all the way."""
+        """Do nothing: the backward pass of the chunk already reached the weights."""
 
 
 def noise_levels(batch: Batch) -> tuple[Tensor, Tensor]:
-    """float32 [actions]: before and after each trained step; after the last step of a row it is 0."""
+    """Return sigma before and after each trained step, float32 [actions] each; 0 after the last step of a row."""
     sigmas, mask = batch.columns["sigmas"], batch.columns["mask"].values
     after = torch.cat([sigmas.values[1:], torch.zeros(1)])
     after[sigmas.offsets[1:] - 1] = 0.0

@@ -1,11 +1,11 @@
-"""A model spread over ranks with FSDP2: each rank keeps a slice of every weight, gradient and optimizer moment.
+"""FSDP2 sharding: each rank keeps a slice of every weight, gradient and optimizer moment.
 
-A decoder layer is gathered when it computes and given back right after. Embedding, last norm and heads form the root
-group. It stays whole from the forward pass to the end of the backward pass, because the learner uses the output head
-between the two, chunk by chunk: those gradients collect in the whole weight and are summed over ranks when the backward
-pass ends. A head that is tied to the embedding is one weight of that group.
+A decoder layer is gathered when it computes and freed right after. Embedding, last norm and heads form the root group,
+which stays gathered from the forward pass to the end of the backward pass, because the learner uses the output head
+between the two, chunk by chunk. Its gradients accumulate in the gathered weight and are summed over ranks when the
+backward pass ends. A head that is tied to the embedding is one weight of that group.
 
-Gradients are summed, never averaged: the learner has already divided by the actions of all ranks.
+Gradients are summed, not averaged: the learner has already divided by the number of actions of all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Together(Ranks):
-    """The ranks of the process group that `join` made."""
+    """The ranks of the process group that `join` created."""
 
     def __init__(self) -> None:
         self.number = dist.get_rank()
@@ -50,15 +50,15 @@ class Together(Ranks):
         assert isinstance(root, FSDPModule)
         for parameter in root.parameters():
             if not isinstance(parameter, DTensor):
-                parameter.grad = None  # of an update that was given up; slices keep theirs
+                parameter.grad = None  # left over from an aborted update; the gradients of slices stay
         root.reset_iter_state()
 
 
 def join(rank: int, world: int, address: str, device: str, seconds: float = 600.0) -> Together:
-    """Meet the other ranks at `address` (tcp://host:port, or file:///path on one machine); once in a process.
+    """Join the other ranks at `address` (tcp://host:port, or file:///path on one machine). Call it once per process.
 
-    Weights travel by NCCL where the device is cuda, by gloo on CPUs; what ranks tell each other always goes by gloo. A
-    rank that does not answer within `seconds` is an error on the others.
+    Weights use NCCL on cuda and gloo on CPU; Python objects always use gloo. If a rank does not answer within
+    `seconds`, the others raise an error.
     """
     backend = "gloo"
     if device == "cuda":
@@ -74,14 +74,14 @@ class Sharding:
     """How a sharded model computes."""
 
     dtype: torch.dtype | None = None
-    """of weights and activations while they compute; None: that of the weights. Slices of what learns are float32, as
-    are their gradients and the optimizer's moments: they are the masters"""
+    """dtype of weights and activations in computation; None means that of the weights. Slices of trained weights are
+    float32 masters, and so are their gradients and the optimizer's moments"""
     recompute: bool = False
-    """keep only the input of each decoder layer, and compute the rest again on the way back"""
+    """keep only the input of each decoder layer, and recompute the rest in the backward pass"""
 
 
 class _Root(nn.Module):
-    """Everything that one FSDP root must hold: the model up to its hidden states, and the heads beside it."""
+    """The FSDP root module: the model up to its hidden states, and its heads."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _Root(nn.Module):
         self.value_head = model.value_head
         layers = {id(parameter) for parameter in decoder_layers(model).parameters()}
         self._own = tuple(name for name, p in self.named_parameters() if p.requires_grad and id(p) not in layers)
-        """weights that are in no decoder layer"""
+        """trained weights outside of the decoder layers"""
 
     def forward(self, **inputs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -98,8 +98,11 @@ class _Root(nn.Module):
         return self.backbone(**inputs)
 
     def _widen_gradients(self) -> None:
-        """The head gets a gradient from every chunk and the embedding one from every token: they are added in float32.
-        All ranks have all of these, as they are summed over ranks together."""
+        """Accumulate the gradients of the root group in float32.
+
+        The head gets a gradient from every chunk and the embedding one from every token. Every rank allocates all of
+        them, because they are reduced together.
+        """
         for name in self._own:
             weight = self.get_parameter(name)
             if weight.dtype.itemsize < torch.float32.itemsize and weight.grad is None:
@@ -108,9 +111,10 @@ class _Root(nn.Module):
 
 
 def shard(model: CausalLM, settings: Sharding, device: str) -> None:
-    """Spread a model, the same on every rank, over all ranks, in place. Take its parameters after this, not before.
+    """Shard a model over all ranks, in place. The model must be the same on every rank.
 
-    From here on every rank calls `forward_pack` as often as the others; generating is for engines with whole weights.
+    Take its parameters after this call, not before. From now on all ranks must call `forward_pack` equally often, and
+    the model cannot generate: engines with whole weights do that.
     """
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(settings.dtype, torch.float32, cast_forward_inputs=False)
@@ -124,9 +128,9 @@ def shard(model: CausalLM, settings: Sharding, device: str) -> None:
 
 
 def gather(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by name, one at a time, so that no more than one is in memory beside the slices.
+    """Yield whole tensors by name, one at a time, so that at most one is in memory besides the slices.
 
-    Every rank goes through all of it, also those that have no use for the tensors.
+    Every rank must consume the whole iterator, even if it does not use the tensors.
     """
     for name, tensor in named:
         whole = tensor.detach()
@@ -134,8 +138,10 @@ def gather(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sum_gradients(module: FSDPModule) -> None:
-    """By addition alone, which gloo knows too; a weight that this rank's rows did not use counts as zero, as the others
-    may have used it."""
+    """Reduce gradients by a plain sum, which gloo supports too.
+
+    A weight that the rows of this rank do not use contributes zeros, as other ranks may use it.
+    """
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_reduce_scatter_unused_params(True, recurse=False)

@@ -1,9 +1,9 @@
-"""float32 masters of weights that compute in a narrower dtype.
+"""float32 master copies of weights that compute in a narrower dtype.
 
-A bfloat16 weight has 8 significant bits: an update of less than a 256th of it is rounded away, and so is a small
-gradient that is added to a large one. So the optimizer changes a float32 master of every weight that learns, with
-float32 gradients and moments, and the model computes with the master, rounded. A weight that is float32 already is its
-own master, and nothing is copied.
+A bfloat16 weight has 8 significant bits: an update of less than a 256th of it is lost to rounding, and so is a small
+gradient that is added to a large one. So the optimizer updates a float32 master of every trained weight, with float32
+gradients and moments, and the model computes with the rounded master. A weight that is already float32 is its own
+master, without a copy.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ NamedParameters = tuple[tuple[str, nn.Parameter], ...]
 
 
 class Rounded(NamedTuple):
-    """A master and the weight that computes in its place."""
+    """A master and its rounded copy, the weight that the model computes with."""
 
     master: nn.Parameter
     weight: nn.Parameter
 
 
 def with_masters(named: NamedParameters, exact: Mapping[str, Tensor]) -> tuple[NamedParameters, tuple[Rounded, ...]]:
-    """What the optimizer changes, by the names of the weights, and the weights that have a master of their own.
+    """Return the parameters that the optimizer updates, by name, and the pairs of masters and rounded weights.
 
-    `exact` has float32 values of weights by name, which become the masters; a weight that is not there is widened. A
-    master and its weight share one float32 gradient: backward passes add to it, the optimizer reads it.
+    `exact` maps names to float32 values, which become the masters; other weights are converted to float32. A master
+    and its weight share one float32 gradient: backward passes add to it, and the optimizer reads it.
     """
     masters: list[tuple[str, nn.Parameter]] = []
     rounded: list[Rounded] = []
@@ -49,6 +49,6 @@ def with_masters(named: NamedParameters, exact: Mapping[str, Tensor]) -> tuple[N
 
 @torch.no_grad()
 def round_weights(rounded: Iterable[Rounded]) -> None:
-    """Round the masters into the weights that compute."""
+    """Copy the masters into the weights, rounded to their dtype."""
     for master, weight in rounded:
         weight.copy_(master)

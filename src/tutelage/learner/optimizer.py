@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate at a step."""
+"""The optimizer and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tutelage.config.schema import OptimizerSettings
 
 
 def build_optimizer(settings: OptimizerSettings, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Weight decay on matrices only. AdamW is fused; SGD is plain."""
+    """Build AdamW (fused) or plain SGD. Weight decay applies to matrices only."""
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
@@ -26,8 +26,10 @@ def build_optimizer(settings: OptimizerSettings, named: Sequence[tuple[str, nn.P
 
 
 def _reserve(optimizer: torch.optim.AdamW) -> None:
-    """Take the memory of gradients and moments now, pages and all: a run that does not fit fails before it starts, and
-    the first step is not slower than the others."""
+    """Allocate gradients and moments now, and touch their pages.
+
+    A run that does not fit into memory fails before it starts, and the first step is as fast as the others.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -38,7 +40,10 @@ def _reserve(optimizer: torch.optim.AdamW) -> None:
 
 
 def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:
-    """Of update number `step` (from 1) out of `steps`: a function of the step alone, so a resumed run agrees."""
+    """Return the learning rate of step `step` (from 1) out of `steps`.
+
+    It depends on the step alone, so a resumed run uses the same rates.
+    """
     if step <= settings.warmup_steps:
         return settings.lr * step / (settings.warmup_steps + 1)
     if settings.schedule == "constant":

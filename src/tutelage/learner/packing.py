@@ -1,5 +1,4 @@
-"""Which rows go to which rank, and which share a forward and backward pass. No split changes the gradient, only memory
-and speed."""
+"""Assign rows to ranks and to micro-batches. A split changes memory and speed, never the gradient."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ from tutelage.data.ragged import Ragged
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Row numbers in order, cut where the next row would pass the token budget; a longer row stands alone.
+    """Split rows, in order, into micro-batches of at most `budget` tokens; a longer row gets one of its own.
 
-    Rows come in key order, so the samples of a prompt stay side by side and share their prompt in the pack. There are
-    as few passes as the budget allows, of about the same size: 16 equal rows with room for 6 become 6 + 5 + 5.
+    Rows are in key order, so the samples of a prompt stay together and share their prompt in the pack. There are as few
+    micro-batches as the budget allows, of about the same size: 16 equal rows with room for 6 become 6 + 5 + 5.
     """
     passes = len(_cut(lengths, budget))
     batches: list[list[int]] = []
@@ -22,7 +21,7 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     for remaining in range(passes, 0, -1):
         size, end = 0, start
         share = left / remaining
-        # Grow to the even share, as long as what is left still fits into the passes that are left.
+        # Grow to the even share, or further if the other rows would not fit into the remaining passes.
         while end < len(lengths) and (end == start or size + lengths[end] <= budget):
             enough = size >= share and len(_cut(lengths[end:], budget)) <= remaining - 1
             if end > start and enough:
@@ -35,21 +34,22 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Row numbers of each rank, ascending: rows go out whole, the longest first, to the rank with the fewest tokens.
+    """Return the row numbers of each rank, in ascending order.
 
-    Rows may be fewer than ranks; some ranks then have none. Which rank gets a row depends on the lengths alone.
+    Rows are assigned from the longest to the shortest, each to the rank with the fewest tokens. The result depends on
+    the lengths alone. With fewer rows than ranks, some ranks get none.
     """
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         least = tokens.index(min(tokens))
-        hands[least].append(row)
+        shares[least].append(row)
         tokens[least] += lengths[row]
-    return [sorted(hand) for hand in hands]
+    return [sorted(share) for share in shares]
 
 
 def in_order(parts: Sequence[tuple[list[int], dict[str, Ragged]]]) -> dict[str, Ragged]:
-    """Columns of mini-batches or ranks, given with their row numbers, put back into the order of the batch."""
+    """Merge the columns of mini-batches or ranks, given with their row numbers, in the order of the batch."""
     if len(parts) == 1:
         return parts[0][1]
     present = [part for part in parts if part[1]]

@@ -1,4 +1,4 @@
-"""The processes that share an update. One process alone is the ordinary case and costs nothing."""
+"""The ranks that share an update. With a single process, the operations cost nothing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """One process: what everybody says is what this one says. `fsdp.Together` is the same for several.
+    """Collective operations of a single process. `fsdp.Together` implements them for several.
 
-    Every rank calls every method, in the same order; a rank that left one out would leave the others waiting.
+    All ranks must call the same methods in the same order; otherwise they block.
     """
 
     number: int = 0
     count: int = 1
 
     def all(self, value: T) -> list[T]:
-        """What each rank says, in the order of ranks."""
+        """Return the values of all ranks, in rank order."""
         return [value]
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients down to this norm; returns the norm that the whole gradient had."""
+        """Clip the gradients to this norm. Returns the norm of the whole gradient before clipping."""
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
     def settle(self, model: Any) -> None:
-        """Give back what a forward pass without a backward pass has left behind."""
+        """Reset the state that a forward pass without a backward pass leaves in the model."""
 
 
 alone = Ranks()

@@ -1,7 +1,7 @@
-"""The learner's log-probs against the model's own: once in every run, on a few rows of its first batch.
+"""Check the learner's log-probs against the model's own forward pass, once per run, on a few rows of its first batch.
 
-Sampler and learner compute through the same packs and the same attention, so an error that both share shows in no other
-metric. Here the model computes each row by itself: its own modules, eager attention, one row at a time.
+Sampler and learner use the same packs and the same attention, so no other metric shows an error that they share. Here
+the model computes one row at a time, with its own modules and eager attention.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from tutelage.models.causal_lm import CausalLM
 from tutelage.policy.text import log_probs
 
 ROWS = 4
-"""Rows that are compared: the longest, which reach beyond windows, and the shortest, packed together with them."""
+"""Number of rows compared: the longest, which exceed attention windows, and the shortest, which share their pack."""
 LIMIT, HALF_LIMIT = 1e-3, 5e-2
-"""Nats by which a token's log-prob may differ where the model computes in float32, and where in fewer bits."""
+"""Nats by which the log-prob of a token may differ, in float32 and in half precision."""
 SHARE = 0.01
-"""Of the tokens, so many may differ by more: a mixture of experts may break a tie the other way."""
+"""Share of tokens that may differ by more: a mixture of experts may break a tie differently."""
 
 
 SCORES = 2**28
-"""Attention scores of one layer that eager attention may hold at once; longer rows are compared up to there."""
+"""Maximum number of attention scores per layer in eager attention; longer rows are truncated to fit."""
 
 
 @dataclass(slots=True)
 class ReferenceCheck:
-    """Compares the first batch that has actions, and nothing after it."""
+    """Checks the first batch that has actions, and none after it."""
 
     reader: Loss
-    """gives the learner's log-probs in the column that it is named after"""
+    """reports the learner's log-probs in the column of the same name"""
     cut: Limits
     done: bool = False
 
     def __call__(self, model: CausalLM, batch: Batch, ranks: Ranks) -> dict[str, float]:
-        """`reference_gap`: the median difference in nats, over the actions of the rows compared; `reference_gap_max`:
-        the largest. Stops the run if the model computes something else on packs than on its own.
+        """Return `reference_gap` and `reference_gap_max`: the median and the largest difference in nats.
 
-        With several ranks each compares some of its own rows, and all of them compute together.
+        Raises UserError if the model computes something else on packs than in its own forward pass. With several
+        ranks, each compares some of its own rows, and all of them compute together.
         """
         if self.done:
             return {}
@@ -56,17 +56,17 @@ class ReferenceCheck:
         own = [self._own_logp(model, tokens, mask) for tokens, mask in _rows(part, max(ranks.all(len(part))))]
         ranks.settle(model)
         near = [_gaps(mine[: len(logp)].float(), logp) for (logp, _), mine in zip(own, learned, strict=False)]
-        everyone = ranks.all((torch.cat(near) if near else torch.empty(0), any(half for _, half in own)))
-        gaps = torch.cat([gap for gap, _ in everyone])
+        gathered = ranks.all((torch.cat(near) if near else torch.empty(0), any(half for _, half in own)))
+        gaps = torch.cat([gap for gap, _ in gathered])
         if not len(gaps):
             return {}
         self.done = True
-        verify(gaps, HALF_LIMIT if any(half for _, half in everyone) else LIMIT, type(model.model).__name__)
+        verify(gaps, HALF_LIMIT if any(half for _, half in gathered) else LIMIT, type(model.model).__name__)
         return {"reference_gap": float(gaps.median()), "reference_gap_max": float(gaps.max())}
 
     @torch.no_grad()
     def _own_logp(self, model: CausalLM, tokens: Tensor, mask: Tensor) -> tuple[Tensor, bool]:
-        """[actions]: of the tokens of a row that were taken; and whether the model computes in half precision."""
+        """Return the log-probs [actions] of a row's actions, and whether the model computes in half precision."""
         heads = int(model.model.config.get_text_config().num_attention_heads)
         tokens = tokens[: max(2, int((SCORES / heads) ** 0.5))]
         actions = mask[: len(tokens)].nonzero().squeeze(-1)
@@ -80,8 +80,8 @@ class ReferenceCheck:
 
 
 def verify(gaps: Tensor, limit: float, name: str) -> None:
-    """A UserError if the median of these gaps, or too many of them, are above the limit. One never is too many."""
-    above = int((~(gaps <= limit)).sum())  # NaN is above
+    """Raise UserError if the median of these gaps, or too many of them, are above the limit. One is always allowed."""
+    above = int((~(gaps <= limit)).sum())  # NaN counts as above
     median = float(gaps.median())
     if median <= limit and above <= max(1, SHARE * len(gaps)):
         return
@@ -94,12 +94,12 @@ def verify(gaps: Tensor, limit: float, name: str) -> None:
 
 
 def _gaps(learned: Tensor, own: Tensor) -> Tensor:
-    """[actions], in nats. What is not a number in the model itself is no gap: the loss will say it."""
+    """Return the gaps [actions] in nats; 0 where the model's own log-prob is not finite, which the loss reports."""
     return torch.where(torch.isfinite(own), (learned - own).abs(), 0.0)
 
 
 def _chosen(batch: Batch, rows: int) -> list[int]:
-    """The longest and the shortest of those that have actions, in order."""
+    """Return the numbers of the longest and the shortest rows that have actions, in ascending order."""
     lengths, masks = batch.columns["tokens"].lengths.tolist(), batch.columns["mask"].rows()
     acting = sorted((row for row, mask in enumerate(masks) if bool(mask.any())), key=lambda row: (-lengths[row], row))
     few = -(-rows // 2)
@@ -107,7 +107,7 @@ def _chosen(batch: Batch, rows: int) -> list[int]:
 
 
 def _rows(part: Batch, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and mask of each row. A rank with fewer rows than others goes along with a token that nobody took."""
+    """Yield the tokens and mask of each row. A rank with fewer rows than others adds rows of one masked token."""
     yield from zip(part.columns["tokens"].rows(), part.columns["mask"].rows(), strict=True)
     for _ in range(passes - len(part)):
         yield torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""How often, and in which parts, a batch is learned from."""
+"""The number of epochs and mini-batches of a step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tutelage.data.seeds import derive_seed
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How often a batch is learned from, and in which parts."""
+    """How the batch of a step is divided into updates."""
 
     epochs: int = 1
     minibatches: int = 1
     seed: int = 0
-    """of the order in which episodes are spread over the parts"""
+    """determines how episodes are distributed over mini-batches"""
     actor: bool = True
-    """False: only the critic learns"""
+    """False if only the critic is updated"""
 
 
 def schedule(config: RunConfig, step: int) -> Schedule:
-    """How often, and in which parts, the batch of a step is learned from."""
+    """Return the schedule of a step."""
     chosen = config.algorithm
     return Schedule(
         chosen.epochs,

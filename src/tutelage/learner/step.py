@@ -1,10 +1,10 @@
-"""From a batch to new weights: the signal (old log-probs, values, advantages), then one update or several.
+"""One training step: compute the signal (old log-probs, values, advantages), then run one or more updates.
 
-What no loss needs is not computed: supervised distillation goes straight to its one update.
+Nothing is computed that no loss needs: supervised distillation starts with its update.
 
-Several ranks share a batch: each resolves its own rows and computes on them. Advantages compare rows with others, so
-what they are made of (a number per action or row, never a distribution) is exchanged between ranks first, and every
-rank computes the same signal as one process would.
+Several ranks share a batch: each fetches its own rows and computes on them. Advantages depend on several rows, so their
+inputs (one number per action or row, never a distribution) are exchanged between ranks first. Every rank then computes
+the same signal as a single process would.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from tutelage.queue.contract import BatchRef, SampleQueue
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """A model that learns: the student, or its critic."""
+    """A model that is trained: the student or the critic."""
 
     model: Any
-    """what the learner's cut knows how to run: CausalLM, FlowModel"""
+    """CausalLM or FlowModel, as the learner's `Cut` expects"""
     optimizer: torch.optim.Optimizer
     named: tuple[tuple[str, torch.nn.Parameter], ...]
-    """what the optimizer changes: float32 masters, which are the model's own weights where it computes in float32"""
+    """parameters that the optimizer updates: float32 masters, or the model's own weights if it computes in float32"""
     average: dict[str, Tensor] = field(default_factory=dict)
-    """running mean of the weights, by name; nothing where nobody asked for one"""
+    """running mean of the weights, by name; empty if it is off"""
     decay: float = 0.0
-    """of the running mean"""
+    """decay of the running mean"""
     rounded: tuple[Rounded, ...] = ()
     """weights that compute in a narrower dtype, with their masters"""
 
     @property
     def weights(self) -> tuple[tuple[str, torch.nn.Parameter], ...]:
-        """What computes, by name."""
+        """The weights that the model computes with, by name."""
         narrow = {id(master): weight for master, weight in self.rounded}
         return tuple((name, narrow.get(id(master), master)) for name, master in self.named)
 
     def round_weights(self) -> None:
-        """Let the model compute with the masters as they are now; to be called whenever they have changed."""
+        """Copy the masters into the model. Call this whenever the masters have changed."""
         round_weights(self.rounded)
 
     @property
@@ -63,13 +63,13 @@ class Trainable:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """The running mean takes its share of the weights as they are now."""
+        """Update the running mean with the current weights."""
         for name, parameter in self.named if self.average else ():
             self.average[name].lerp_(parameter, 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Weights and running mean change places; a second call changes them back."""
+        """Exchange the weights and their running mean; a second call restores them."""
         if not self.average:
             return
         for name, parameter in self.named:
@@ -85,14 +85,14 @@ class Trainable:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows of a batch that one rank holds, and what it knows of the others."""
+    """The rows of a batch that one rank holds, and the keys and action counts of all rows."""
 
     keys: tuple[Key, ...]
-    """of the whole batch"""
+    """keys of the whole batch"""
     actions: Tensor
-    """int64 [rows]: of the whole batch"""
+    """int64 [rows]: number of actions of each row of the whole batch"""
     mine: list[int]
-    """numbers of the rows that are here, ascending"""
+    """row numbers of this rank, in ascending order"""
     ranks: Ranks = alone
 
     @classmethod
@@ -101,13 +101,13 @@ class Share:
 
     @classmethod
     def dealt(cls, ref: BatchRef, ranks: Ranks) -> Share:
-        """Tokens are spread evenly. Every rank finds the same shares by itself, from the tags of the rows."""
+        """Divide the tokens evenly among ranks. Every rank computes the same division from the tags of the rows."""
         tokens, actions = ([int(ref.tags[key][tag]) for key in ref.keys] for tag in ("tokens", "actions"))
         mine = deal(tokens, ranks.count)[ranks.number]
         return cls(ref.keys, torch.tensor(actions, dtype=torch.int64), mine, ranks)
 
     def whole(self, batch: Batch) -> Batch:
-        """All rows with the columns that signals are made of: one number per action or row."""
+        """Return all rows, with the columns that signals are computed from: one number per action or row."""
         if self.ranks.count == 1:
             return batch
         small = {name: c for name, c in batch.columns.items() if not c.trailing and name not in ("tokens", "mask")}
@@ -117,7 +117,7 @@ class Share:
         return Batch(self.keys, in_order([(numbers, columns) for numbers, columns, _ in parts]), rows)
 
     def own(self, signal: Signal) -> Signal:
-        """The part of a signal over all rows that belongs here."""
+        """Return the part of a signal over all rows that belongs to this rank."""
         if self.ranks.count == 1:
             return signal
         rows = {name: values[torch.tensor(self.mine, dtype=torch.int64)] for name, values in signal.rows.items()}
@@ -132,7 +132,7 @@ def prepare(
     cut: Cut,
     share: Share | None = None,
 ) -> tuple[Batch, dict[str, float]]:
-    """Add what the losses need and rollout could not give; it is held fixed during the updates."""
+    """Add the columns that the losses need and rollout does not provide. They stay fixed during the updates."""
     share = share or Share.all_of(batch)
     if "old_logp" in algorithm.derives:
         batch = _read(student, batch, ReadLogp(), cut, share.ranks).added_to(batch)
@@ -156,25 +156,25 @@ def prepare(
     return batch, metrics
 
 
-def _read(who: Trainable, batch: Batch, reader: Loss, cut: Cut, ranks: Ranks) -> Signal:
-    """The column that the reader is named after, and none of those that are measured beside it."""
-    found = measure(who.model, batch, [reader], cut, ranks)
+def _read(trainable: Trainable, batch: Batch, reader: Loss, cut: Cut, ranks: Ranks) -> Signal:
+    """Return the column named after the reader, without the other columns that the pass reports."""
+    found = measure(trainable.model, batch, [reader], cut, ranks)
     return Signal(columns={name: column for name, column in found.items() if name == reader.name})
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer step: who learns what from which rows."""
+    """One optimizer step: a model, its losses and its rows."""
 
     trainable: Trainable
     losses: Sequence[Loss]
     batch: Batch
     rows: list[int]
-    """their numbers among the rows that are here"""
+    """row numbers within this rank's rows"""
     prefix: str = ""
-    """of its metrics' names"""
+    """prefix of its metric names"""
     recorded: bool = False
-    """its per-action columns go into the record"""
+    """whether its per-action columns are recorded"""
 
 
 def updates(
@@ -185,7 +185,7 @@ def updates(
     schedule: Schedule,
     share: Share | None = None,
 ) -> Iterator[Update]:
-    """All updates of one step, the critic's first. Mini-batches are cut from the rows of all ranks."""
+    """Yield all updates of a step, those of the critic first. Mini-batches are drawn from the rows of all ranks."""
     share = share or Share.all_of(batch)
     whole = Batch(share.keys, {}, {})
     here = {row: number for number, row in enumerate(share.mine)}
@@ -208,10 +208,10 @@ def updates(
 
 @dataclass(slots=True)
 class Learned:
-    """What the updates of a step reported."""
+    """The metrics and columns of a step's updates."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """of the whole step"""
+    """metrics of the whole step"""
     found: list[dict[str, float]] = field(default_factory=list)
     parts: list[tuple[list[int], dict[str, Ragged]]] = field(default_factory=list)
 
@@ -222,12 +222,12 @@ class Learned:
             self.parts.append((work.rows, columns))
 
     def summary(self) -> tuple[dict[str, float], dict[str, Ragged]]:
-        """Metrics of the step, and the per-action columns in the order of its batch."""
+        """Return the metrics of the step, and the per-action columns in the order of its batch."""
         return {**self.metrics, **summary(self.found)}, in_order(self.parts) if self.parts else {}
 
 
 def minibatches(batch: Batch, schedule: Schedule, epoch: int) -> list[list[int]]:
-    """Row numbers of each update: episodes stay whole, and are dealt out in an order drawn anew for every epoch."""
+    """Return the row numbers of each mini-batch. Episodes stay whole and are shuffled for every epoch."""
     if schedule.minibatches == 1:
         return [list(range(len(batch)))]
     of_row = Episodes.of(batch).of_row.tolist()
@@ -242,7 +242,7 @@ def minibatches(batch: Batch, schedule: Schedule, epoch: int) -> list[list[int]]
 
 
 def summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several updates as one: means, and the extremes of extremes."""
+    """Combine the metrics of several updates: means, or the extreme of minima and maxima."""
     result: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in found for name in metrics):
         values = [metrics[name] for metrics in found if name in metrics]
@@ -254,7 +254,7 @@ def summary(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
-    """Groups whose episodes all have the same reward: they teach nothing."""
+    """Return the groups whose episodes all have the same reward, so that all advantages are 0."""
     batch = await queue.get(ref, ("reward",))
     rewards: dict[GroupKey, set[float]] = {}
     for row in Episodes.of(batch).reward_row.tolist():
@@ -263,8 +263,10 @@ async def flat_groups(queue: SampleQueue, ref: BatchRef) -> list[GroupKey]:
 
 
 async def get_widened(queue: SampleQueue, ref: BatchRef, names: Sequence[str]) -> Batch:
-    """Like `queue.get`, where teachers have hidden states of different widths: those of narrower ones are filled up
-    with zeros, which their heads do not read."""
+    """Like `queue.get`, for teachers with hidden states of different widths.
+
+    Narrower hidden states are padded with zeros, which the heads of their teachers do not read.
+    """
     if "teacher_hidden" not in names or not ref.keys:
         return await queue.get(ref, names)
     batch = await queue.get(ref, [*(name for name in names if name != "teacher_hidden"), "teacher_index"])
@@ -284,7 +286,7 @@ def _widened(values: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """Everything that learns, on one rank: resolves its rows of a batch where they are used."""
+    """The models that are trained, on one rank. It fetches its own rows of a batch from the queue."""
 
     algorithm: Algorithm
     student: Trainable
@@ -293,20 +295,24 @@ class Learner:
     cut: Cut
     clip_norm: float
     measures: Loss
-    """what evaluation looks at"""
+    """the per-action measures of evaluation"""
     several_widths: bool = False
-    """teachers have hidden states of different widths"""
+    """whether teachers have hidden states of different widths"""
     ranks: Ranks = alone
     dtype: torch.dtype = torch.float32
-    """in which the student computes; what learns is kept in float32"""
+    """dtype in which the student computes; masters are float32"""
     reference: ReferenceCheck | None = None
     """compares the first batch with the model's own forward pass"""
 
     async def learn(
         self, ref: BatchRef, rate: float, schedule: Schedule, shown: int
     ) -> tuple[dict[str, float], dict[str, Ragged]]:
-        """All updates of a step: its metrics, and the per-action columns of those of its first `shown` rows that are
-        here. NonFiniteLoss on every rank if any finds one; the weights are then as they were before that update."""
+        """Run all updates of a step.
+
+        Returns its metrics, and the per-action columns of this rank's rows among the first `shown` rows of the batch.
+        Raises NonFiniteLoss on every rank if one of them finds a loss or gradient that is not finite; the weights are
+        then as they were before that update.
+        """
         share = Share.dealt(ref, self.ranks)
         batch = await self._rows(ref, share)
         self.student.set_rate(rate)
@@ -315,19 +321,19 @@ class Learner:
         learned = Learned({**signalled, **compared})
         first = self.algorithm.at_first
         for work in updates(self.algorithm, self.student, self.critic, batch, schedule, share):
-            who = work.trainable
+            trainable = work.trainable
             metrics, columns = update(
-                who.model,
-                who.optimizer,
+                trainable.model,
+                trainable.optimizer,
                 work.batch,
                 work.losses,
                 self.cut,
                 self.clip_norm,
-                who.parameters,
+                trainable.parameters,
                 self.ranks,
             )
-            who.round_weights()
-            who.follow()
+            trainable.round_weights()
+            trainable.follow()
             if first is not None and columns:
                 learned.metrics |= first(work.batch, columns)
                 first = None
@@ -340,7 +346,7 @@ class Learner:
         return await get_widened(self.queue, ref, names) if self.several_widths else await self.queue.get(ref, names)
 
     async def _rows(self, ref: BatchRef, share: Share) -> Batch:
-        """This rank's rows, with what their groups share; that is stored with the first row of each group."""
+        """Fetch this rank's rows and their group-span columns, which are stored with the first row of each group."""
         batch = await self._get(ref.rows(share.mine), self.algorithm.needs)
         if not self.algorithm.shares:
             return batch
@@ -355,7 +361,7 @@ class Learner:
         return replace(batch, shared=shared)
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
-        """Per-action columns of the rows that are here, at temperature 1."""
+        """Return the per-action measures of this rank's rows, at temperature 1."""
         share = Share.dealt(ref, self.ranks)
         batch = await self._get(ref.rows(share.mine), columns)
         return measure(self.student.model, batch, [self.measures], self.cut.neutral(), self.ranks)

@@ -1,7 +1,7 @@
-"""Text through a language model: rows packed into passes, logits a chunk at a time.
+"""Passes of a language model over text: rows are packed, and logits are computed in chunks.
 
-Logits exist for `logit_tokens` actions at once: each chunk is differentiated down to its hidden states, and the hidden
-states' gradients then go through the model in one backward pass.
+Logits exist for at most `logit_tokens` actions at once. Each chunk is differentiated down to its hidden states, whose
+gradients then go through the model in one backward pass.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from tutelage.models.packing import pack
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How the work is cut, and which distribution is meant."""
+    """The sizes of passes and chunks, and the settings that define the distribution."""
 
     micro_batch_tokens: int
     logit_tokens: int
     temperature: float
-    """the rollout's, so that learner and sampler mean the same distribution"""
+    """the rollout temperature, so that learner and sampler use the same distribution"""
     vocabulary: int
-    """ids that student and teachers share"""
+    """number of ids that student and teachers share"""
 
     def split(self, batch: Batch) -> list[list[int]]:
-        """Row numbers of each pass."""
+        """Return the row numbers of each pass."""
         return micro_batches(batch.columns["tokens"].lengths.tolist(), self.micro_batch_tokens)
 
     def run(self, model: CausalLM, batch: Batch, part: list[int]) -> TextPass:
         return TextPass(model, batch, part, self)
 
     def neutral(self) -> Limits:
-        """As evaluation measures."""
+        """Return the limits for evaluation, at temperature 1."""
         return replace(self, temperature=1.0)
 
 
 class TextPass:
-    """The rows of one pass."""
+    """One forward pass over some rows."""
 
     def __init__(self, model: CausalLM, batch: Batch, rows: list[int], limits: Limits) -> None:
         self.model, self.limits, self.part = model, limits, batch.select(rows)
         self.hidden, self.lengths = _action_states(model, self.part)
-        """[actions, width]: states that chose the actions; int64 [rows]: the number of actions of each row"""
+        """[actions, width]: hidden states at the actions; int64 [rows]: the number of actions of each row"""
         self._gradient = torch.empty_like(self.hidden)
         first = int(action_offsets(batch)[rows[0]]) if rows else 0
         self.positions = torch.arange(first, first + len(self.hidden))
@@ -82,9 +82,9 @@ class TextPass:
 
 
 def _action_states(model: CausalLM, part: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states [actions, width] that chose the actions of these rows, and the number of actions of each row.
+    """Return the hidden states [actions, width] from which actions were sampled, and the number of actions per row.
 
-    Without rows, one token that nobody chose goes through the model, so that its gradient is zero.
+    Without rows, one masked token goes through the model, with a gradient of zero.
     """
     sequences = part.columns["tokens"].rows() or [torch.zeros(1, dtype=torch.int64)]
     masks = part.columns["mask"].rows() or [torch.zeros(1, dtype=torch.bool)]

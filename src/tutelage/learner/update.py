@@ -1,9 +1,9 @@
 """One update from one batch: passes through the model, chunked losses, one division, one optimizer step.
 
-The learner does not know which algorithm runs, nor on what: it is given losses that return sums over actions, and a cut
-that takes the actions of a batch through the model, a pass at a time. The sums are divided once by the number of
-actions in the whole batch, known before the first backward pass. So passes, chunks and ranks only split the work. Each
-rank is given its own rows; gradients and metrics are those of all ranks, columns its own.
+The learner knows neither the algorithm nor the modality. It gets losses that return sums over actions, and a `Cut` that
+runs the model over the actions of a batch, one pass at a time. The sums are divided once by the number of actions in
+the whole batch, which is known before the first backward pass, so passes, chunks and ranks only split the work. Each
+rank gets its own rows; gradients and metrics are those of all ranks, columns those of the rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tutelage.losses.contract import Loss
 
 
 class NonFiniteLoss(RuntimeError):
-    """A loss or a gradient is NaN or infinite; names the rows."""
+    """A loss or a gradient is NaN or infinite. `keys` names the rows."""
 
     def __init__(self, message: str, keys: Sequence[Key]) -> None:
         super().__init__(message)
@@ -33,14 +33,14 @@ class NonFiniteLoss(RuntimeError):
 
 
 class Chunk(NamedTuple):
-    """Actions whose losses are taken at once."""
+    """Actions whose losses are computed at once."""
 
     out: Any
-    """what losses are given: ModelOut, FlowOut"""
+    """the model's outputs: ModelOut or FlowOut"""
     columns: Mapping[str, Tensor]
-    """of these actions; row-span columns are repeated for each"""
+    """columns of these actions; row-span columns are repeated for each action"""
     seen: Mapping[str, Tensor]
-    """[actions]: for the record, whatever the losses are"""
+    """[actions]: columns for the record that do not depend on the losses"""
 
 
 class Pass(Protocol):
@@ -48,34 +48,35 @@ class Pass(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """int64 [actions]: which actions of the batch they are, in the order of the chunks"""
+        """int64 [actions]: positions of its actions within the batch, in the order of the chunks"""
 
     def chunks(self) -> Iterator[Chunk]:
-        """Each must be differentiated, if at all, before the next is asked for."""
+        """Yield the chunks. If a chunk is differentiated, this must happen before the next one is requested."""
 
     def backward(self) -> None:
-        """After the last chunk: what is left of the way back to the weights."""
+        """Finish the backward pass down to the weights, after the last chunk."""
 
 
 class Cut(Protocol):
-    """How the actions of a batch go through a model: `learner.text.Limits`, `learner.flow.StepLimits`."""
+    """Splits the actions of a batch into passes and runs them: `learner.text.Limits`, `learner.flow.StepLimits`."""
 
     def split(self, batch: Batch) -> list[list[int]]:
-        """What each pass is made of, in numbers that `run` understands."""
+        """Return the parts of the batch, one per pass, as numbers for `run`."""
 
     def run(self, model: Any, batch: Batch, part: list[int]) -> Pass:
-        """Forward. An empty part goes through the model too, so that ranks stay together; its gradient is zero."""
+        """Run the forward pass. An empty part also runs the model, to stay in step with other ranks, without gradient
+        contributions."""
 
     def neutral(self) -> Cut:
-        """The same for evaluation, which asks what the model means rather than what rollout drew from."""
+        """Return the cut for evaluation, which measures the model's own distribution, not that of the rollout."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Per-action values of a whole batch, gathered pass by pass."""
+    """Per-action values of a whole batch, collected pass by pass."""
 
     offsets: Tensor
-    """of the batch's actions"""
+    """the action offsets of the batch"""
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     positions: list[Tensor] = field(default_factory=list)
 
@@ -84,7 +85,7 @@ class Tally:
         return cls(action_offsets(batch))
 
     def columns(self) -> dict[str, Ragged]:
-        """Row i of every column belongs to row i of the batch."""
+        """Return the columns, with rows in the order of the batch."""
         order = torch.cat(self.positions) if self.positions else torch.zeros(0, dtype=torch.int64)
         back = None if bool((order.diff() > 0).all()) else order.argsort()
         joined = {name: torch.cat(chunks) for name, chunks in self.values.items()}
@@ -92,7 +93,7 @@ class Tally:
 
 
 def action_offsets(batch: Batch) -> Tensor:
-    """int64 [rows + 1]: where the actions of each row begin among all actions."""
+    """Return int64 [rows + 1]: where the actions of each row begin among all actions."""
     mask = batch.columns["mask"]
     return offsets_of(mask.values.to(torch.int64))[mask.offsets]
 
@@ -107,11 +108,11 @@ def update(
     parameters: Sequence[torch.nn.Parameter],
     ranks: Ranks = alone,
 ) -> tuple[dict[str, float], dict[str, Ragged]]:
-    """Metrics of the update, and per-action columns for the record."""
-    optimizer.zero_grad(set_to_none=False)  # the buffers stay: giving them back would only fault them in again
+    """Run one update. Returns its metrics, and per-action columns for the record."""
+    optimizer.zero_grad(set_to_none=False)  # keep the buffers: allocating them again is slow
     columns = accumulate(model, batch, losses, cut, ranks)
     if not any(ranks.all(bool(columns))):
-        return {"grad_norm": 0.0}, columns  # nobody acted: nothing to learn from, and no momentum to follow either
+        return {"grad_norm": 0.0}, columns  # no actions: skip the step, so that momentum does not move the weights
     norm = ranks.clip(parameters, clip_norm)
     if not bool(torch.isfinite(norm)):
         raise NonFiniteLoss(f"the gradient norm is {float(norm)}", _joined(ranks.all(batch.keys)))
@@ -120,7 +121,7 @@ def update(
 
 
 def accumulate(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: Ranks = alone) -> dict[str, Ragged]:
-    """Add the gradient of the whole batch's mean loss to the parameters."""
+    """Add the gradient of the mean loss over the whole batch to the parameters. Returns the per-action columns."""
     actions = sum(ranks.all(int(batch.columns["mask"].values.sum())))
     if actions == 0:
         return {}
@@ -135,7 +136,7 @@ def accumulate(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks
                 break
             total.backward()
         if not all(ranks.all(finite)):
-            raise NonFiniteLoss("the loss is not finite", _guilty(model, batch, losses, cut, ranks))
+            raise NonFiniteLoss("the loss is not finite", _non_finite_keys(model, batch, losses, cut, ranks))
         work.backward()
         tally.positions.append(work.positions)
     return tally.columns()
@@ -143,7 +144,7 @@ def accumulate(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks
 
 @torch.no_grad()
 def measure(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: Ranks = alone) -> dict[str, Ragged]:
-    """The per-action columns of the losses, without a gradient."""
+    """Return the per-action columns of the losses, without gradients."""
     tally = Tally.of(batch)
     for part in _passes(batch, cut, ranks):
         work = cut.run(model, batch, part)
@@ -155,11 +156,11 @@ def measure(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: R
 
 
 def summarise(columns: Mapping[str, Ragged], ranks: Ranks = alone) -> dict[str, float]:
-    """Mean of each per-action column over all ranks; of losses and the sampler gap the extremes too."""
-    everyone = ranks.all({name: _Extent.of(c.values.float()) for name, c in columns.items() if len(c.values)})
+    """Return the mean of each per-action column over all ranks, with extremes for losses and the sampler gap."""
+    gathered = ranks.all({name: _Extent.of(c.values.float()) for name, c in columns.items() if len(c.values)})
     metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for found in everyone for name in found):
-        parts = [found[name] for found in everyone if name in found]
+    for name in dict.fromkeys(name for found in gathered for name in found):
+        parts = [found[name] for found in gathered if name in found]
         metrics[name] = sum(part.mean * part.actions for part in parts) / sum(part.actions for part in parts)
         if name.endswith(("loss", "divergence")):
             metrics[f"{name}_min"] = min(part.least for part in parts)
@@ -169,7 +170,7 @@ def summarise(columns: Mapping[str, Ragged], ranks: Ranks = alone) -> dict[str, 
 
 
 class _Extent(NamedTuple):
-    """Values of one column on one rank."""
+    """Statistics of one column on one rank."""
 
     actions: int
     mean: float
@@ -182,14 +183,16 @@ class _Extent(NamedTuple):
 
 
 def _passes(batch: Batch, cut: Cut, ranks: Ranks) -> list[list[int]]:
-    """Ranks pass through the model together: one that has nothing left goes along with nothing."""
+    """Return the parts of the passes, padded with empty ones so that all ranks run equally many."""
     parts = cut.split(batch)
     return parts + [[]] * (max(ranks.all(len(parts))) - len(parts))
 
 
 def _sum(chunk: Chunk, losses: Sequence[Loss], tally: Tally) -> Tensor:
-    """The weighted sum of all losses over a chunk. A column that an earlier loss reported too gets the later one's name
-    before its own."""
+    """Return the weighted sum of all losses over a chunk, and add their columns to the tally.
+
+    A column that an earlier loss has reported is prefixed with the name and number of the later loss.
+    """
     total: Tensor | None = None
     mine: dict[str, Tensor] = dict(chunk.seen)
     for number, loss in enumerate(losses):
@@ -202,8 +205,8 @@ def _sum(chunk: Chunk, losses: Sequence[Loss], tally: Tally) -> Tensor:
     return torch.zeros(()) if total is None else total
 
 
-def _guilty(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: Ranks) -> list[Key]:
-    """The rows of all ranks whose values are not finite, wherever the work was cut; all rows if no column tells."""
+def _non_finite_keys(model: Any, batch: Batch, losses: Sequence[Loss], cut: Cut, ranks: Ranks) -> list[Key]:
+    """Return the keys of rows with values that are not finite, on all ranks; all keys if no column shows any."""
     found: set[int] = set()
     for column in measure(model, batch, losses, cut, ranks).values():
         found.update(column.row_ids()[~torch.isfinite(column.values.float())].tolist())

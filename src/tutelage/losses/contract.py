@@ -1,4 +1,5 @@
-"""What a loss is: a sum over a chunk of actions. The learner divides, once, by a denominator it knew beforehand."""
+"""The contract of losses: a loss returns a sum over a chunk of actions, and the learner divides it by the global
+denominator, once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tutelage.policy.text import tempered
 
 
 class ModelOut:
-    """What the student computes at a chunk of action positions. Logits are made when first asked for."""
+    """The student's outputs at a chunk of action positions. Logits are computed on first access."""
 
     def __init__(
         self,
@@ -26,9 +27,9 @@ class ModelOut:
         value_head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.hidden = hidden
-        """[actions, width]: the state that chose each action"""
+        """[actions, width]: the hidden state from which each action was sampled"""
         self.ids = ids
-        """int64 [actions]: the actions"""
+        """int64 [actions]: the sampled token ids"""
         self.temperature = temperature
         self._head = head
         self._value_head = value_head
@@ -40,19 +41,19 @@ class ModelOut:
 
     @cached_property
     def values(self) -> Tensor:
-        """float32 [actions]: the return that a critic expects from each state"""
+        """float32 [actions]: the return that the critic predicts for each state"""
         if self._value_head is None:
-            raise ValueError("this model has no value head: values are the critic's")
+            raise ValueError("this model has no value head: only a critic has values")
         return self._value_head(self.hidden)
 
     @cached_property
     def tempered(self) -> Tensor:
-        """float32 [actions, vocabulary]: logits after the rollout's temperature"""
+        """float32 [actions, vocabulary]: logits divided by the rollout temperature"""
         return tempered(self.logits, self.temperature)
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """float32 [actions, vocabulary], after the rollout's temperature"""
+        """float32 [actions, vocabulary]: log-probs at the rollout temperature"""
         return torch.log_softmax(self.tempered, dim=-1)
 
     @cached_property
@@ -61,27 +62,27 @@ class ModelOut:
 
     @property
     def logp(self) -> Tensor:
-        """float32 [actions]: log-prob of the actions"""
+        """float32 [actions]: log-prob of each action"""
         return self._terms[0]
 
     @property
     def entropy(self) -> Tensor:
-        """float32 [actions]: of the distribution that each action was drawn from"""
+        """float32 [actions]: entropy of the distribution at each action"""
         return self._terms[1]
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """The outcome of one chunk."""
+    """The result of a loss on one chunk."""
 
     total: Tensor
-    """scalar: sum over the chunk, with gradient"""
+    """scalar: the sum over the chunk, with gradient"""
     per_action: Mapping[str, Tensor] = field(default_factory=dict)
-    """[actions], detached: what metrics, records and reports are made of"""
+    """[actions], detached: values for metrics, records and reports"""
 
 
 class Loss(Protocol):
-    """Sums over actions."""
+    """A loss that is summed over actions."""
 
     @property
     def name(self) -> str: ...
@@ -90,5 +91,8 @@ class Loss(Protocol):
     def coefficient(self) -> float: ...
 
     def __call__(self, out: Any, columns: Mapping[str, Tensor]) -> LossSum:
-        """`out`: ModelOut, or FlowOut for denoising steps. `columns`: the chunk's action-span columns [actions, …], and
-        row-span columns repeated for each action."""
+        """Compute the loss of one chunk.
+
+        `out` is a ModelOut, or a FlowOut for denoising steps. `columns` holds the chunk's action-span columns
+        [actions, …] and its row-span columns, repeated for each action.
+        """

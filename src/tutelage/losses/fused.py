@@ -1,8 +1,8 @@
-"""The same quantities as the plain formulas, with their gradients written out instead of recorded by autograd.
+"""Full-vocabulary divergences with analytic gradients instead of gradients recorded by autograd.
 
-A full-vocabulary loss touches tensors of [actions, vocabulary], and autograd would keep about ten of them alive and
-subtract nearly equal numbers on the way back. Here the gradient with respect to the logits is formed in the buffers
-that are there already, so that three are alive at once, and where student and teacher agree it is exactly zero.
+The values equal those of the plain formulas. Autograd would keep about ten tensors of [actions, vocabulary] alive and
+subtract nearly equal numbers in the backward pass. Here the gradient with respect to the logits is computed in existing
+buffers, so that only three are alive at once, and it is exactly zero where student and teacher agree.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1000.0
-"""Log-probs closer than so many machine epsilons (1.2e-4 in float32) count as equal: two ways of computing the same
-model differ by that. Their difference carries no information, but AdamW would make a full step out of it."""
+"""Log-probs that differ by at most this many machine epsilons (1.2e-4 in float32) count as equal. Two ways to compute
+the same model differ by as much, and AdamW would turn such a difference into a full step."""
 
 Rule = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""(student log-probs, teacher log-probs, floor) → (value [actions], gradient with respect to the logits). May overwrite
-the teacher's; the student's stay."""
+"""(student log-probs, teacher log-probs, floor) → (value [actions], gradient with respect to the logits). A rule may
+overwrite the teacher's log-probs, but not the student's."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDivergence:
-    """A divergence per action, and what is known beside it (all [actions], without gradient)."""
+    """A divergence per action and statistics, all [actions]. Only `value` has a gradient."""
 
     value: Tensor
     """with gradient"""
@@ -33,30 +33,30 @@ class FusedDivergence:
     entropy: Tensor
     teacher_logp: Tensor
     settled: Tensor
-    """bool: student and teacher agree to rounding, no gradient"""
+    """bool: student and teacher agree up to rounding, so there is no gradient"""
     floored: Tensor
-    """ids that the teacher's floor applied to"""
+    """the number of ids whose teacher log-prob is below the floor"""
 
 
 def token_terms(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of the ids and entropy of the distribution, [actions] each, with gradients."""
+    """Return the log-prob of the ids and the entropy of the distribution, [actions] each, with gradients."""
     logp, entropy = _TokenTerms.apply(logits, ids)  # type: ignore[no-untyped-call]
     return logp, entropy
 
 
 def judge(logits: Tensor, ids: Tensor, teacher: Tensor, rule: Rule, floor: float) -> FusedDivergence:
-    """A full-vocabulary divergence. `logits` after temperature; `teacher` log-probs are consumed."""
+    """Compute a full-vocabulary divergence. `logits` are after temperature; `teacher` log-probs may be overwritten."""
     outputs = _Divergence.apply(logits, ids, teacher, rule, floor)  # type: ignore[no-untyped-call]
     return FusedDivergence(*outputs)
 
 
 def agree(student_logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """bool, elementwise: equal to rounding."""
+    """Return bool, elementwise: whether two log-probs are equal up to rounding."""
     return (student_logp - teacher_logp).abs() <= ROUNDING * torch.finfo(student_logp.dtype).eps
 
 
 def reverse_kl(student: Tensor, teacher: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """KL(q‖p); gradient q (log q − log p − KL)."""
+    """Compute KL(q‖p); its gradient is q (log q − log p − KL)."""
     difference = torch.sub(student, teacher.clamp_min_(floor), out=teacher)
     q = student.exp()
     value = torch.linalg.vecdot(q, difference)
@@ -64,14 +64,17 @@ def reverse_kl(student: Tensor, teacher: Tensor, floor: float) -> tuple[Tensor, 
 
 
 def forward_kl(student: Tensor, teacher: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """KL(p‖q); gradient q − p."""
+    """Compute KL(p‖q); its gradient is q − p."""
     p = teacher.exp()
     value = torch.linalg.vecdot(p, teacher.clamp_min_(_lowest(p)).sub_(student))
     return value, torch.exp(student, out=teacher).sub_(p)
 
 
 def jsd(beta: float) -> Rule:
-    """β KL(p‖m) + (1 − β) KL(q‖m), m = βp + (1 − β)q; gradient q (u − Σ q u), u = (1 − β)(log q − log m)."""
+    """Return the rule of β KL(p‖m) + (1 − β) KL(q‖m), m = βp + (1 − β)q.
+
+    Its gradient is q (u − Σ q u) with u = (1 − β)(log q − log m).
+    """
 
     def rule(student: Tensor, teacher: Tensor, floor: float) -> tuple[Tensor, Tensor]:
         p, q = teacher.exp(), student.exp()
@@ -86,7 +89,7 @@ def jsd(beta: float) -> Rule:
 
 
 def skewed_kl(alpha: float) -> Rule:
-    """KL(p‖m), m = αp + (1 − α)q; gradient q (u − Σ q u), u = −(1 − α) p/m."""
+    """Return the rule of KL(p‖m), m = αp + (1 − α)q. Its gradient is q (u − Σ q u) with u = −(1 − α) p/m."""
 
     def rule(student: Tensor, teacher: Tensor, floor: float) -> tuple[Tensor, Tensor]:
         p, q = teacher.exp(), student.exp()
@@ -99,7 +102,7 @@ def skewed_kl(alpha: float) -> Rule:
 
 
 def _lowest(like: Tensor) -> float:
-    """A log-prob whose probability is as good as 0 but which is finite: 0 · log 0 is 0."""
+    """Return a finite log-prob whose probability is practically 0, so that 0 · log 0 is 0."""
     return -100.0 if like.dtype == torch.float32 else -700.0
 
 
@@ -144,7 +147,7 @@ class _Divergence(torch.autograd.Function):
         value, gradient = rule(student, teacher, floor)
         if bool(settled.any()):
             value, gradient = value.masked_fill(settled, 0.0), gradient.masked_fill_(settled[:, None], 0.0)
-        ctx.gradient = gradient  # ours alone: backward may scale it where it lies, and a second backward is an error
+        ctx.gradient = gradient  # scaled in place by backward, so a second backward is an error
         ctx.mark_non_differentiable(logp, entropy, teacher_logp, settled, floored)
         return value, logp, entropy, teacher_logp, settled, floored
 
@@ -155,7 +158,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _settled(student: Tensor, teacher: Tensor, candidates: Tensor) -> Tensor:
-    """Rows that agree on every id; only those that agree on the sampled one need a closer look."""
+    """Return the rows that agree on every id. Only `candidates`, which agree on the sampled id, are compared."""
     settled = candidates.clone()
     rows = candidates.nonzero().squeeze(-1)
     if len(rows):

@@ -1,6 +1,6 @@
-"""The clipped policy gradient, the correction between sampler and learner, and the pull to a reference; per action.
+"""The clipped policy gradient, importance weights between sampler and learner, and the KL penalty; per action.
 
-All arguments are [actions]. Only `logp`, the student's log-prob of what it did, carries a gradient.
+All arguments are [actions]. Only `logp`, the student's log-prob of its actions, carries a gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from tutelage.losses import distillation
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are cut to ± this before they are exponentiated: e^20 is 5e8, so sums of such ratios stay finite."""
+"""Log-ratios are clamped to ± this before exponentiation: e^20 is 5e8, so sums of such ratios stay finite."""
 
 ImportanceMode = Literal["off", "truncate", "mask"]
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
@@ -22,20 +22,20 @@ KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """Loss per action and what took its gradient; all [actions], the flags bool."""
+    """The loss per action, and flags for actions without gradient; all [actions], the flags bool."""
 
     loss: Tensor
     clipped: Tensor
-    """the ratio has already moved out of the clip range in the direction of the advantage: no gradient"""
+    """the ratio has left the clip range in the direction of the advantage: no gradient"""
     dual_clipped: Tensor
-    """the advantage is negative and the loss stands at its bound: no gradient"""
+    """the advantage is negative and the loss is at its bound: no gradient"""
     overflowed: Tensor
-    """the log-ratio lies beyond the limit: no gradient either; the other flags may be set too"""
+    """the log-ratio exceeds the limit: no gradient; the other flags may be set too"""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeight:
-    """What to multiply each action's loss with; both [actions], without gradient."""
+    """The factor of each action's loss; both [actions], without gradient."""
 
     weight: Tensor
     cut: Tensor
@@ -45,10 +45,10 @@ class ImportanceWeight:
 def clipped(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual: float | None
 ) -> Clipped:
-    """PPO's pessimistic clip of the ratio to [1 − clip_low, 1 + clip_high], for each action by itself.
+    """Compute PPO's pessimistic loss, with the ratio of each action clipped to [1 − clip_low, 1 + clip_high].
 
     `dual` (above 1) bounds the loss at negative advantages to dual·|A|; None leaves it unbounded. An infinite
-    log-ratio (an action that one side calls impossible) is ordinary and counts as overflowed; NaN stays NaN.
+    log-ratio (one side gives the action probability 0) is allowed and counts as overflowed; NaN stays NaN.
     """
     log_ratio = logp - old_logp
     ratio = _bounded_exp(log_ratio)
@@ -65,7 +65,7 @@ def clipped(
 
 
 def dual_clip(logp: Tensor, old_logp: Tensor, advantage: Tensor, clip: float, dual: float) -> Clipped:
-    """The same range above and below 1, and a bound `dual`·|A| of the loss at negative advantages."""
+    """Compute `clipped` with the range 1 ± `clip`, and the loss at negative advantages bounded to `dual`·|A|."""
     return clipped(logp, old_logp, advantage, clip_low=clip, clip_high=clip, dual=dual)
 
 
@@ -73,10 +73,10 @@ def dual_clip(logp: Tensor, old_logp: Tensor, advantage: Tensor, clip: float, du
 def importance_weight(
     learner_logp: Tensor, behaviour_logp: Tensor, *, mode: ImportanceMode, cap: float
 ) -> ImportanceWeight:
-    """Correct for actions that were drawn by the sampler but are learned from as if drawn by the learner.
+    """Compute weights that correct for the difference between the sampler, which drew the actions, and the learner.
 
-    The ratio learner/behaviour of each action: truncate takes min(ratio, cap); mask takes the ratio inside
-    [1/cap, cap] and 0 outside; off is 1 everywhere. `cap` is at least 1, and below e^20 to have an effect.
+    They are based on the ratio learner/behaviour of each action: `truncate` gives min(ratio, cap); `mask` gives the
+    ratio inside [1/cap, cap] and 0 outside; `off` gives 1. `cap` is at least 1, and has no effect above e^20.
     """
     if mode == "off":
         return ImportanceWeight(torch.ones_like(learner_logp), torch.zeros_like(learner_logp, dtype=torch.bool))
@@ -91,28 +91,28 @@ def importance_weight(
 
 @torch.no_grad()
 def reuse_weight(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """How much more likely each action is now than before the updates, [actions], without gradient; at most e^20.
+    """Compute the ratio of each action's probability now to that before the updates, [actions], at most e^20.
 
-    An estimate from the sampled token has the right mean over tokens that the student draws. While a batch is learned
-    from again, its tokens are those of the weights before: weighed by this, estimates have the mean over tokens of the
-    weights now, at the same states.
+    An estimate from the sampled token is unbiased over tokens that the current student draws. When a batch is used for
+    several updates, its tokens come from the weights before the first one. This weight, which has no gradient, makes
+    estimates unbiased for the current weights, at the same states.
     """
     return _bounded_exp(logp - old_logp)
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
-    """Estimate KL(student‖reference) at actions that the student drew, [actions].
+    """Estimate KL(student‖reference) at actions that the student drew, [actions]; q is the student, r the reference.
 
     estimator             mean value         mean gradient, as a term of a loss
-    k1                    KL(q‖r), exact     none: 0 whatever the student does
-    k2                    biased, ≥ 0        KL(q‖r), the divergence that is named
+    k1                    KL(q‖r), exact     always 0
+    k2                    biased, ≥ 0        KL(q‖r)
     k3                    KL(q‖r), exact     KL(r‖q), the other direction
     k3_straight_through   KL(q‖r), exact     KL(q‖r)
 
-    The mean is over tokens of the student as it is: after updates, see `reuse_weight`.
+    The mean is over tokens drawn by the current student; after an update, multiply by `reuse_weight`.
 
-    So k1 belongs into the reward (detached by the caller), and k2 or k3_straight_through into the loss. The
-    reference's log-probs are floored as a teacher's are, so an action it excludes costs a finite amount.
+    Use k1 in the reward (detached by the caller), and k2 or k3_straight_through in the loss. The reference's log-probs
+    are floored like a teacher's, so an action that it excludes has a finite cost.
     """
     if estimator == "k1":
         return distillation.k1(logp, ref_logp)

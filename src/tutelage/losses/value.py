@@ -10,17 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ValueTerms:
-    """Loss per action and whether the clip took its gradient; both [actions]."""
+    """The loss per action, and whether it is clipped; both [actions]."""
 
     loss: Tensor
     clipped: Tensor
-    """bool: the prediction has moved further than `clip`, and towards the return: no gradient"""
+    """bool: the prediction has moved by more than `clip` towards the return: no gradient"""
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueTerms:
-    """½ max((v − R)², (v′ − R)²), where v′ is v kept within ±clip of its value before the update.
+    """Compute ½ max((v − R)², (v′ − R)²), where v′ is v clamped to ±clip around its value before the update.
 
-    All arguments [actions]; only `values` carries a gradient. Without a clip, ½ (v − R)².
+    All arguments are [actions]; only `values` carries a gradient. Without a clip, the loss is ½ (v − R)².
     """
     plain = 0.5 * (values - returns).square()
     if clip is None:

@@ -1,4 +1,4 @@
-"""What sampler and learner both compute for diffusion: one denoising step as a Gaussian, its draw, its log-prob.
+"""Computations that sampler and learner share for diffusion: a denoising step as a Gaussian, its sample and log-prob.
 
 Convention: x_σ = (1 − σ)·data + σ·noise, velocity = noise − data, σ falls from 1 to 0, dt = σ′ − σ < 0.
 """
@@ -30,14 +30,14 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A transition and what was drawn from it."""
+    """A transition and a sample from it."""
 
     mean: Tensor
     std: Tensor
     sample: Tensor
     """the next latents"""
     log_prob: Tensor | None
-    """float32 [rows]; None for a deterministic step, which has none"""
+    """float32 [rows]; None for a deterministic step"""
 
 
 def transition(
@@ -49,15 +49,15 @@ def transition(
     kind: StepKind,
     noise_level: float | Tensor = 0.0,
 ) -> Transition:
-    """Mean and standard deviation of the step from σ to σ′, in float32 whatever the model's dtype.
+    """Compute the mean and standard deviation of the step from σ to σ′, in float32 whatever the model's dtype.
 
     latents, velocity [rows, …]; sigma, sigma_next [rows]: rows may be at different steps. `noise_level` a is one number
-    or one for each row; a row at level 0 takes the deterministic step, whatever the kind.
+    or one per row; a row at level 0 takes the deterministic step, whatever the kind.
 
-    sde   s = a·√(σ/(1 − σ)), with σ′ in place of σ under 1 − σ at σ = 1, where it would divide by 0;
+    sde   s = a·√(σ/(1 − σ)); at σ = 1 the denominator is 1 − σ′ instead, to avoid dividing by 0;
           mean = x(1 + s²dt/2σ) + v(1 + s²(1 − σ)/2σ)dt, std = s√|dt|. Has the marginals of the ODE.
-    cps   std = σ′·sin(aπ/2); mean = (1 − σ′)(x − σv) + σ′·cos(aπ/2)·(x + (1 − σ)v): the noise that is taken out is put
-          back in, so the noise in x′ is σ′ in all. Its marginals are not those of the ODE.
+    cps   std = σ′·sin(aπ/2); mean = (1 − σ′)(x − σv) + σ′·cos(aπ/2)·(x + (1 − σ)v). As much noise is added as is
+          removed, so the total noise in x′ is σ′. Its marginals are not those of the ODE.
     ode   mean = x + v·dt, std = 0: Euler's step.
     """
     x = _checked(latents, velocity, sigma, sigma_next)
@@ -78,9 +78,9 @@ def transition(
 
 
 def log_prob(sample: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """[rows]: log-density of `sample` under a transition, as the mean (not the sum) over a row's dimensions.
+    """Return [rows]: the log-density of `sample` under a transition, as the mean (not the sum) over dimensions.
 
-    The mean keeps log-ratios of the same size for small and large latents. std [rows] must be above 0.
+    The mean keeps the scale of log-ratios independent of the size of the latents. std [rows] must be above 0.
     """
     if bool((std <= 0).any()):
         row = int((std <= 0).nonzero()[0])
@@ -104,21 +104,21 @@ def step(
     noise_level: float | Tensor = 0.0,
     noise: Tensor | None = None,
 ) -> Step:
-    """Take one step. `noise`, standard normal like the latents, belongs to a random step and only to it."""
+    """Take one step. A random step needs `noise`: standard normal, in the shape of the latents."""
     to = transition(latents, velocity, sigma, sigma_next, kind=kind, noise_level=noise_level)
     if noise is None:
         if bool((to.std > 0).any()):
-            raise ValueError(f"a {kind} step at noise level {noise_level} draws from a Gaussian: give it noise")
+            raise ValueError(f"a {kind} step at noise level {noise_level} draws from a Gaussian: pass noise")
         return Step(to.mean, to.std, to.mean, None)
     sample = to.mean + _per_row(to.std, to.mean) * noise.to(to.mean.dtype)
     return Step(to.mean, to.std, sample, log_prob(sample, to.mean, to.std))
 
 
 def window(steps: int, size: int, seed: int, within: tuple[int, int] | None = None) -> range:
-    """The steps that are random and trained: `size` neighbours out of `steps`, at a place that `seed` alone decides.
+    """Choose the steps that are random and trained: `size` consecutive ones of `steps`, determined by `seed` alone.
 
-    Call it once for each iteration and share the result: windows of their own for each sample make training collapse.
-    The window lies in the half-open range `within`, by default all steps but the last, which is never part of it.
+    Call it once per iteration and share the result: training collapses if each sample has its own window. The window
+    lies in the half-open range `within`, by default all steps but the last, which is never part of it.
     """
     first, end = within if within is not None else (0, steps - 1)
     if not 0 <= first < end <= steps - 1:
@@ -168,5 +168,5 @@ def _checked_level(noise_level: float | Tensor, kind: StepKind, like: Tensor) ->
 
 
 def _per_row(values: Tensor, like: Tensor) -> Tensor:
-    """[rows] as [rows, 1, …], in the dtype and on the device of `like`."""
+    """Reshape [rows] to [rows, 1, …], in the dtype and on the device of `like`."""
     return values.to(like).reshape(-1, *[1] * (like.ndim - 1))

@@ -1,4 +1,4 @@
-"""What sampler and learner both compute for text: the tempered distribution, the log-prob of a token, the draw."""
+"""Computations that sampler and learner share for text: the distribution after temperature, log-probs, sampling."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 def wide(values: Tensor) -> Tensor:
-    """In float32 at least: half precision is widened, float64 stays."""
+    """Convert to float32, unless the values are float64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def tempered(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Logits after temperature, in float32 at least; 0 (greedy) means temperature 1 here."""
+    """Divide logits by the temperature, in at least float32; 0 (greedy) counts as 1."""
     return wide(logits) if temperature in (0.0, 1.0) else wide(logits) / temperature
 
 
 def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """[…, vocabulary] log-probabilities after temperature."""
+    """Compute log-probs […, vocabulary] after temperature."""
     return torch.log_softmax(tempered(logits, temperature), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token for each row, with its log-prob before truncation and the mass that truncation removed."""
+    """One sampled token per row, its log-prob before truncation, and the mass that truncation removed."""
 
     ids: Tensor
     logp: Tensor
@@ -34,19 +34,19 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class DrawSettings:
-    """Per-row settings of one draw; tensors of length rows."""
+    """Per-row sampling settings; tensors are [rows]."""
 
     temperature: Tensor
-    """0 is greedy"""
+    """0 means greedy"""
     top_p: Tensor
     top_k: Tensor
-    """0 is off"""
+    """0 means off"""
     truncated: bool
-    """whether any row has top_p or top_k"""
+    """whether any row uses top_p or top_k"""
 
 
 def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor | None = None) -> Draw:
-    """Draw one token a row by inverse transform: row i depends on its own logits and uniform number alone.
+    """Draw one token per row by inverse transform: row i depends only on its own logits and uniform number.
 
     logits [rows, vocabulary], uniform [rows] in [0, 1), banned bool [rows, vocabulary]: ids that may not be drawn.
     """
@@ -66,7 +66,7 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor
         mass_cut = (1.0 - total).clamp_min(0.0).float()
     lost = total == 0
     if banned is not None and bool(lost.any()):
-        # Banned ids hold all the mass that float32 can show: the others are drawn in proportion among themselves.
+        # Banned ids hold all of the mass in float32: draw from the others, renormalised.
         rest = draw(logits.masked_fill(banned, float("-inf")), uniform, settings)
         ids = torch.where(lost, rest.ids, ids)
         return Draw(ids, torch.log_softmax(scaled, dim=-1).gather(-1, ids[:, None]).squeeze(-1), mass_cut)
@@ -74,11 +74,11 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor
 
 
 BLOCK = 256
-"""Probabilities are first summed over blocks, so that only one block of each row is summed up id by id."""
+"""Probabilities are first summed per block, so that only one block of each row needs a cumulative sum."""
 
 
 def _inverse_transform(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The id at which the cumulative probability of each row passes `uniform` of its total, and that total."""
+    """Return the id where the cumulative probability of each row exceeds `uniform` times its total, and the total."""
     rows, size = probs.shape
     padded = torch.nn.functional.pad(probs, (0, -size % BLOCK)) if size % BLOCK else probs
     padded = padded.reshape(rows, -1, BLOCK)
@@ -91,20 +91,20 @@ def _inverse_transform(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     before = ends.gather(1, block) - blocks.gather(1, block)
     inside = padded[torch.arange(rows, device=padded.device), block[:, 0]].cumsum(dim=-1, dtype=torch.float64)
     within = torch.searchsorted(inside, (target - before).clamp_min(0.0), right=True)
-    # Rounding may put the target at the very end: the last id of the block that can be drawn is meant then.
+    # Rounding may put the target past the end: then take the last id of the block that has any probability.
     drawable = padded[torch.arange(rows, device=padded.device), block[:, 0]] > 0
     last = BLOCK - 1 - drawable.flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return (block * BLOCK + torch.minimum(within, last)).squeeze(-1), total
 
 
 def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Zero what lies outside the k most likely ids, then outside the smallest set of mass top_p."""
+    """Set to zero all but the k most likely ids, then all outside the smallest set with mass top_p."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)[None, :]
     limit = torch.where(top_k > 0, top_k, torch.full_like(top_k, probs.shape[-1]))
     ordered = ordered.masked_fill(rank >= limit[:, None], 0.0)
     before = ordered.cumsum(dim=-1) - ordered
     outside = before >= top_p[:, None] * ordered.sum(dim=-1, keepdim=True)
-    # Sums in float32 do not add up to the last digit: without the second condition top_p = 1 would cut a little.
+    # float32 sums are not exact: without the second condition, top_p = 1 would remove a little mass.
     ordered = ordered.masked_fill(outside & (top_p < 1.0)[:, None], 0.0)
     return torch.zeros_like(probs).scatter(-1, order, ordered)

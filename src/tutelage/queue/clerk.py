@@ -1,14 +1,14 @@
-"""Who keeps the ledger of a queue whose tensors are elsewhere: many processes ask, one clerk answers.
+"""The server side of a distributed queue: one ledger for many processes, whose tensors are stored elsewhere.
 
-A process asks before it writes (`begin`) and tells when the data is stored (`settle`). In between it holds a lease on
-the rows, which it renews until it is done: nobody else writes the same columns or clears them. The process that caused
-rows to be dropped gets a lease to clear them.
+A process calls `begin` before it writes and `settle` when the data is stored. In between it holds a lease on the rows
+and renews it, so that no other process writes the same columns or clears them. Dropped rows are leased in the same way
+to the process that clears them from storage.
 
-A lease that is not renewed in time is lost: its process has died, or is stopped and may go on at any moment; one whose
-write failed is lost too, for parts of it may still be under way. What it holds in storage then belongs to it for ever:
-nobody else reads, writes or clears that place, unless its process reports after all. The rows are free again, and
-whoever writes them gets a place of its own. So data that comes late can harm nothing, not even through a slot that
-storage gave to another row meanwhile. Lost leases and the rows they held are counted.
+A lease is lost if it is not renewed in time, because its process has died or is suspended and may continue later, or if
+its write failed, because parts of the write may still be under way. The places in storage that a lost lease holds are
+reserved for its process: no other process reads, writes or clears them until that process reports back. The rows
+themselves are free, and the next writer stores them at a new place. So late data cannot overwrite anything, even if
+storage has reused a slot for another row. Lost leases and their rows are counted.
 """
 
 from __future__ import annotations
@@ -25,73 +25,77 @@ from tutelage.queue.groups import Group
 from tutelage.queue.ledger import Ledger
 
 LEASE = 60.0
-"""Seconds after which a lease that was not renewed is lost."""
+"""Seconds after which a lease is lost unless it is renewed."""
 
 StoragePlace = tuple[Key, int]
-"""Where storage has a row, or some columns of it: 0, or the number of the lease that wrote them because place 0 is
-lost."""
+"""Where a row, or some of its columns, is stored: the key and a number. The number is 0, or, if place 0 is held by a
+lost lease, the number of the lease that wrote the data."""
 
 
 class Request(NamedTuple):
-    """One call of a writer, without data."""
+    """One call of a writer, without the data."""
 
     what: Literal["open", "put", "update", "seal", "fail", "restore"]
     at: Any
-    """group, episode or key"""
+    """a group, an episode or a key"""
     value: Any
-    """samples, count or reason; what `describe` says about columns; books and descriptions of a snapshot"""
+    """the samples, count or reason; the result of `describe` for columns; for restore, the ledger's snapshot and the
+    descriptions of its rows"""
     tags: Mapping[Key, Tags] = {}  # never changed
-    """of the rows that it puts"""
+    """tags of the rows that it puts"""
     of: int | None = None
-    """trajectories of the episode that a put seals"""
+    """number of trajectories of the episode, if a put also seals it"""
 
 
 class ClerkAnswer(NamedTuple):
-    """What became of a request, or what is to be done for it."""
+    """The result of a request, or what the writer must do first."""
 
     value: Any = None
     error: Exception | None = None
     write: tuple[str, ...] | None = None
-    """the columns to store before it can be entered; none named means all of them"""
+    """the columns to store before the request is entered; empty means all of them"""
     place: int = 0
-    """where to store them"""
+    """the place to store them at"""
     busy: Key | None = None
-    """a row that another writer holds: ask again when it is free"""
+    """a row that another writer holds: retry when it is free"""
 
 
 _DONE, _WRITE = ClerkAnswer(), ClerkAnswer(write=())
-"""The usual answers; the same object many times is a short message."""
+"""The most common answers. A message that repeats the same object pickles small."""
 
 
 class Reply(NamedTuple):
-    """The clerk's answer to one call."""
+    """The reply to one call."""
 
     lease: int
-    """to be settled; 0 if there is nothing to settle"""
+    """the lease to settle; 0 if there is none"""
     answers: list[ClerkAnswer]
     clear: list[StoragePlace]
-    """to be cleared from storage before settling"""
+    """places to clear from storage before settling"""
     counts: dict[str, int]
     seconds: float
-    """within which the lease must be renewed"""
+    """time within which the lease must be renewed"""
 
 
 @dataclass(slots=True)
 class _Lease:
     timer: asyncio.TimerHandle
     writes: dict[Key, set[str] | None] = field(default_factory=dict)
-    """columns of the row that are being written; None is the whole row"""
+    """columns of each row that are being written; None means the whole row"""
     clears: list[StoragePlace] = field(default_factory=list)
     requests: list[tuple[Request, int]] = field(default_factory=list)
-    """to be entered when their data is stored, and where that is"""
+    """requests to enter once their data is stored, with the place of the data"""
     places: dict[Key, int] = field(default_factory=dict)
-    """where the rows are being written"""
+    """the places that rows are being written to"""
     handed: Mapping[GroupKey, Group] = field(default_factory=dict)
-    """what a taker got that has not settled yet"""
+    """groups handed out to a taker that has not settled yet"""
 
 
 class Clerk:
-    """Every method is a call from some process. Errors are answers: raised, they would arrive wrapped."""
+    """Serves the ledger to all processes; runs as a Ray actor.
+
+    Errors are returned in answers, because Ray would wrap exceptions that are raised.
+    """
 
     def __init__(self, lease: float = LEASE) -> None:
         self._seconds = lease
@@ -102,21 +106,23 @@ class Clerk:
         self._held: dict[Key, int] = {}
         self._freed: dict[Key, asyncio.Event] = {}
         self._garbage: dict[StoragePlace, None] = {}
-        """to be cleared by whoever calls next"""
+        """places for the next caller to clear"""
         self._places: dict[Key, dict[str, int]] = {}
-        """columns that are not at place 0"""
+        """the places of columns that are not at place 0"""
         self._lost: dict[StoragePlace, int] = {}
-        """places that belong to a lost lease, and its number"""
+        """places held by a lost lease, and the number of the lease"""
 
     async def begin(self, pickled: bytes) -> Reply:
-        """A list of requests: enter what needs no data; lease the rows of what does."""
+        """Handle a list of requests: enter those that need no data, and lease the rows of the others."""
         requests: list[Request] = pickle.loads(pickled)
         number = self._lease()
         return self._reply(number, [self._begin(number, request) for request in requests])
 
     async def settle(self, number: int, stored: bool) -> Reply:
-        """The data of a lease is stored, or could not be; its rows to be cleared are cleared. No answers at all mean
-        that nothing was entered."""
+        """End a lease: its data is stored (or could not be), and its places to clear are cleared.
+
+        An empty list of answers means that nothing was entered.
+        """
         answers: list[ClerkAnswer] = []
         if number not in self._leases:
             self._report(number)
@@ -128,21 +134,21 @@ class Clerk:
         return self._reply(self._lease(), answers)
 
     async def renew(self, number: int) -> None:
-        """Whoever holds the lease is still at work."""
+        """Restart the timer of a lease."""
         if number in self._leases:
             lease = self._leases[number]
             lease.timer.cancel()
             lease.timer = self._timer(number)
 
     async def free(self, key: Key) -> None:
-        """Wait until nobody holds the row."""
+        """Wait until no lease holds the row."""
         while key in self._held:
             await self._freed.setdefault(key, asyncio.Event()).wait()
 
     async def ready(
         self, partition: str, needs: Sequence[str], groups: int, left: float | None, deadline: float | None
     ) -> Exception | None:
-        """Wait for groups that can be taken; `left` of the taker's deadline remain."""
+        """Wait until enough groups can be taken; `left` is the rest of the taker's deadline, in seconds."""
         try:
             await self._ledger.ready(partition, needs, groups, left, deadline)
         except (QueueTimeout, ValueError) as error:
@@ -160,12 +166,12 @@ class Clerk:
         return taken[0], self._reply(number, [])
 
     async def give_back(self, number: int) -> None:
-        """The taker has gone before it could use what it got."""
+        """Return groups to the queue whose taker was cancelled before it used them."""
         self._ledger.give_back(self._leases[number].handed)
         self._end(number)
 
     async def columns(self, keys: Sequence[Key], names: Sequence[str]) -> ClerkAnswer:
-        """Which of the columns can be read, and those that are not at place 0."""
+        """Return which of the columns can be read, and the places of those that are not at place 0."""
         try:
             readable = self._ledger.columns(keys, names)
         except (KeyError, ValueError) as error:
@@ -177,7 +183,7 @@ class Clerk:
         return self._reply(self._lease(), [])
 
     async def snapshot(self) -> tuple[dict[str, Any], dict[Key, tuple[str, ...]], dict[Key, dict[str, int]]]:
-        """The books, the columns of each row that belongs to them, and those that are not at place 0."""
+        """Return a snapshot of the ledger, the columns of each row, and the places of those that are not at place 0."""
         held = {key: tuple(row.columns) for key, row in self._ledger.rows().items()}
         return self._ledger.snapshot(), held, self._places
 
@@ -204,7 +210,7 @@ class Clerk:
         return ClerkAnswer(write=(), place=place) if place else _WRITE
 
     def _begin_update(self, number: int, request: Request) -> ClerkAnswer:
-        """Several updates of one batch may go to the same row, if their columns differ."""
+        """Lease the columns of an update. One lease may hold several updates of a row, if their columns differ."""
         lease, key = self._leases[number], request.at
         mine = lease.writes.get(key)
         if key in self._held and mine is None:
@@ -217,10 +223,10 @@ class Clerk:
         return ClerkAnswer(write=tuple(new), place=self._hold(number, request, {key: {*new, *(mine or ())}}))
 
     def _begin_restore(self, number: int, request: Request) -> ClerkAnswer:
-        """Tried on an empty ledger first: what does not fit is not stored."""
-        books, described = request.value
+        """Lease the rows of a snapshot, after a trial on an empty ledger, so that a bad snapshot is not stored."""
+        saved, described = request.value
         self._ledger.check_empty()
-        Ledger().restore(books, described)
+        Ledger().restore(saved, described)
         if taken := next((key for key in described if key in self._held), None):
             return ClerkAnswer(busy=taken)
         return ClerkAnswer(write=(), place=self._hold(number, request, dict.fromkeys(described)))
@@ -259,7 +265,7 @@ class Clerk:
         return asyncio.get_running_loop().call_later(self._seconds, self._lose, number)
 
     def _hold(self, number: int, request: Request, rows: Mapping[Key, set[str] | None]) -> int:
-        """Lease the rows for this request; returns where to store them."""
+        """Lease the rows for this request. Returns the place to store them at."""
         lease = self._leases[number]
         place = number if self._lost and any((key, 0) in self._lost for key in rows) else 0
         lease.requests.append((request, place))
@@ -274,7 +280,8 @@ class Clerk:
             self._places.setdefault(key, {}).update(dict.fromkeys(columns, place))
 
     def _reply(self, number: int, answers: list[ClerkAnswer]) -> Reply:
-        """What was dropped and nobody holds is the caller's to clear; a holder learns when it settles."""
+        """Build a reply. The caller clears dropped rows that no lease holds; a held row is cleared after its lease
+        ends."""
         lease = self._leases[number]
         for key in self._ledger.drain():
             self._garbage |= {(key, place): None for place in (0, *self._places.pop(key, {}).values())}
@@ -296,7 +303,7 @@ class Clerk:
         return key in self._ledger and number in (0, *self._places.get(key, {}).values())
 
     def _end(self, number: int) -> _Lease:
-        """Let go of the rows. What was stored and is not in the ledger is garbage."""
+        """Release the rows of a lease. Stored data that is not in the ledger becomes garbage."""
         lease = self._leases.pop(number)
         lease.timer.cancel()
         for key in {*lease.writes, *(key for key, _ in lease.clears)}:
@@ -307,7 +314,7 @@ class Clerk:
         return lease
 
     def _lose(self, number: int) -> None:
-        """Nobody knows what its holder still does: leave it the places that it may write to or clear."""
+        """Mark a lease as lost, and reserve the places that its process may still write to or clear."""
         lease = self._end(number)
         places = [*lease.places.items(), *lease.clears]
         self._lost |= dict.fromkeys(places, number)
@@ -315,7 +322,7 @@ class Clerk:
         self._ledger.counts["lost_rows"] += len(places)
 
     def _report(self, number: int) -> None:
-        """The holder of a lost lease is done after all."""
+        """Free the places of a lost lease whose process has reported back."""
         for place in [place for place, owner in self._lost.items() if owner == number]:
             del self._lost[place]
             self._garbage[place] = None

@@ -1,4 +1,4 @@
-"""What the ledger of the sample queue is made of: rows without their tensors, episodes, groups, finished prompts."""
+"""The records of the ledger: rows without their tensors, episodes, groups, and the set of finished prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tutelage.queue.schema import Described, Lengths, Trailing, check_row
 
 @dataclass(slots=True)
 class LedgerRow:
-    """One trajectory."""
+    """One trajectory, without its tensors."""
 
     columns: dict[str, Trailing]
     tags: dict[str, int | float | str]
@@ -33,14 +33,14 @@ class LedgerEpisode:
 
     attempt: int
     count: int | None = None
-    """trajectories it was sealed with"""
+    """number of trajectories, once the episode is sealed"""
     rows: dict[int, LedgerRow] = field(default_factory=dict)
-    """by index; below `count` once that is known"""
+    """rows by index, which is below `count` once that is known"""
 
 
 @dataclass(slots=True)
 class Group:
-    """A group that was opened and not yet taken."""
+    """A group that is open and not yet taken."""
 
     samples: int
     episodes: dict[int, LedgerEpisode] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Group:
     whole: bool = False
     """no trajectory and no seal is missing"""
     common: set[str] | None = None
-    """columns that every row of a whole group has; None: to be found out when somebody asks"""
+    """columns that every row of a whole group has; None if not yet computed"""
 
     def refresh(self) -> None:
         self.whole = len(self.episodes) == self.samples and all(e.count == len(e.rows) for e in self.episodes.values())
@@ -65,7 +65,7 @@ class Group:
         return self.common.issuperset(needs)
 
     def rows(self, group: GroupKey) -> dict[Key, LedgerRow]:
-        """In key order."""
+        """Return the rows in key order."""
         return {
             Key(*group, sample, episode.attempt, index): row
             for sample, episode in sorted(self.episodes.items())
@@ -73,7 +73,7 @@ class Group:
         }
 
     def missing(self, group: GroupKey, needs: Sequence[str]) -> Iterator[str]:
-        """One line for each thing that keeps the group from being complete."""
+        """Yield one line for each item that the group lacks to be complete."""
         for sample in range(self.samples):
             where = f"{name_of(group)}/sample {sample}"
             episode = self.episodes.get(sample)
@@ -92,7 +92,7 @@ class Group:
 
 
 class Uids:
-    """A set of prompt positions, kept as ranges: a long run finishes millions of them, nearly all in a row."""
+    """A set of prompt uids, stored as ranges: a long run finishes millions of them, nearly all consecutive."""
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
         self.ranges = [[int(start), int(end)] for start, end in ranges]
@@ -114,6 +114,6 @@ class Uids:
 
 
 def name_of(key: GroupKey | EpisodeKey | Key) -> str:
-    """Of the group or the episode; of a trajectory, its episode's."""
+    """Return the name of a group or an episode for messages; for a trajectory, that of its episode."""
     group = f"{key.partition}/prompt {key.uid}"
     return group if isinstance(key, GroupKey) else f"{group}/sample {key.sample}/attempt {key.attempt}"

@@ -1,14 +1,14 @@
-"""The books of the sample queue: which rows there are, what they have and who took them, without their tensors.
+"""The ledger of the sample queue: the state of all rows, without their tensors.
 
-Every back end keeps one ledger. It is told what is written (`schema.describe`), says what may be stored, and names the
-rows whose tensors can go (`drain`). Methods change the state between two awaits, so there are no locks; takers sleep
-on an event that is set when a group may have become complete.
+Every back end has one ledger. It gets descriptions of columns (`schema.describe`), decides what may be stored, and
+lists the rows whose tensors can be deleted (`drain`). Methods change the state without awaiting, so there are no locks.
+Takers wait for an event that is set when a group may have become complete.
 
     open ──► pending ──► taken ──► cleared        get and clear see taken rows only
                 │  └───► stale
                 └─ fail ► reported by the next take
 
-What comes for a group that is over, or for an attempt that was superseded, is late: ignored and counted.
+Calls for a group that is over, or for an attempt that was superseded, are late: they are ignored and counted.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tutelage.queue.schema import Described, check_even, check_update
 
 _FORMAT = 1
 _SHOWN = 10
-"""Lines of what is missing that a timeout shows."""
+"""Maximum number of missing items that a timeout lists."""
 
 
 class Ledger:
-    """What `SampleQueue` promises, apart from the data."""
+    """Implements the behaviour of `SampleQueue`, without the data."""
 
     def __init__(self) -> None:
         self._groups: dict[GroupKey, Group] = {}
         self._whole: dict[str, set[GroupKey]] = {}
-        """by partition: groups of which no part but columns may be missing"""
+        """by partition: failed groups, and groups that may lack nothing but columns"""
         self._taken: dict[GroupKey, dict[Key, LedgerRow]] = {}
         self._over: dict[str, Uids] = {}
         self._takers: list[asyncio.Event] = []
@@ -49,7 +49,7 @@ class Ledger:
             "late_failures": 0,
             "repeated_updates": 0,
         }
-        """What happened since the start of the run; late is what came for a group or an attempt that was over"""
+        """Events since the start of the run. Late calls are those for a group or an attempt that was over."""
 
     def open(self, group: GroupKey, samples: int) -> None:
         if samples < 1:
@@ -61,7 +61,7 @@ class Ledger:
         self._groups[group] = Group(samples)
 
     def admit_row(self, key: Key, described: Described, of: int | None = None) -> LedgerRow | None:
-        """The row as it would be put; None if it is late, an error if it or the seal does not fit. Nothing changes."""
+        """Check a row without storing it. Returns the row, or None if it is late; raises if it or the seal is wrong."""
         group = self._current(key)
         if group is None:
             return None
@@ -80,7 +80,7 @@ class Ledger:
         return LedgerRow.checked(key, described, None)
 
     def put(self, key: Key, described: Described, tags: Tags | None = None, of: int | None = None) -> bool:
-        """Enter a row, and the seal that comes with it; False if it is late."""
+        """Enter a row, and seal its episode if `of` is given. Returns False if the row is late."""
         row = self.admit_row(key, described, of)
         if row is None:
             self.counts["late_rows"] += 1
@@ -95,8 +95,8 @@ class Ledger:
         return True
 
     def admit_columns(self, key: Key, described: Described) -> list[str] | None:
-        """Those of the columns that the row lacks; None if the row is gone, an error if they do not fit. Nothing
-        changes."""
+        """Check columns without adding them. Returns those that the row lacks, or None if the row is gone; raises if
+        they do not fit."""
         row = self._row(key)
         if row is None:
             return None
@@ -104,7 +104,7 @@ class Ledger:
         return _lacking(row, described)
 
     def update(self, key: Key, described: Described) -> bool:
-        """Enter columns of a row; False if the row is gone or has some of them."""
+        """Enter columns of a row. Returns False if the row is gone or already has some of them."""
         row = self._row(key)
         if row is None:
             self.counts["late_updates"] += 1
@@ -142,8 +142,10 @@ class Ledger:
     async def ready(
         self, partition: str, needs: Sequence[str], groups: int, left: float | None, deadline: float | None
     ) -> None:
-        """Wait until that many groups are complete or failed; QueueTimeout when what is `left` of the taker's deadline
-        has passed."""
+        """Wait until that many groups are complete or failed.
+
+        Raises QueueTimeout after `left` seconds, the rest of the taker's `deadline`.
+        """
         if groups < 0:
             raise ValueError(f"take from {partition}: {groups} groups")
         changed = asyncio.Event()
@@ -154,7 +156,7 @@ class Ledger:
                     changed.clear()
                     await changed.wait()
         except TimeoutError:
-            # What became complete while the loop was too busy to notice the deadline is still handed out.
+            # Groups may have become complete while a busy event loop was late to notice the deadline.
             if not self._enough(partition, needs, groups):
                 raise QueueTimeout(self._waiting_for(partition, needs, groups, deadline)) from None
         finally:
@@ -163,8 +165,10 @@ class Ledger:
     def hand_out(
         self, partition: str, needs: Sequence[str], groups: int, oldest: int | None
     ) -> tuple[BatchRef, dict[GroupKey, Group]] | None:
-        """Take the lowest groups that are ready; None if there are not so many. The columns of the reference are in no
-        order. The groups as they were are what `give_back` wants."""
+        """Take the first groups that are ready, in key order. Returns None if there are too few.
+
+        Otherwise returns a reference, whose columns are in no particular order, and the groups for `give_back`.
+        """
         chosen = self._resolved(partition, needs)[:groups]
         if len(chosen) < groups:
             return None
@@ -191,7 +195,7 @@ class Ledger:
         return BatchRef(tuple(rows), tuple(common), tags, tuple(failed), tuple(stale)), handed
 
     def give_back(self, handed: Mapping[GroupKey, Group]) -> None:
-        """As if these groups had not been taken: their taker has gone."""
+        """Undo `hand_out` for these groups, because their taker was cancelled."""
         for key, group in handed.items():
             self._groups[key] = group
             self._changed(key, group)
@@ -201,13 +205,13 @@ class Ledger:
                 self.counts["stale_groups"] -= 1
 
     def columns(self, keys: Iterable[Key], names: Iterable[str]) -> tuple[str, ...]:
-        """Which of these columns can be read from these rows; errors as in `SampleQueue.get`."""
+        """Return which of these columns can be read from these rows. Raises as `SampleQueue.get` does."""
         rows = {key: self._taken.get(key.group, {}).get(key) for key in keys}
         gone = [key for key, row in rows.items() if row is None]
         if gone:
             raise KeyError(
                 f"{len(gone)} of {len(rows)} rows are not there, the first is {gone[0]}: "
-                "a reference is good from take until it is cleared"
+                "a reference is valid from take until it is cleared"
             )
         return check_even({key: row.columns for key, row in rows.items() if row is not None}, names)
 
@@ -220,12 +224,12 @@ class Ledger:
                 self._taken.pop(key.group, None)
 
     def drain(self) -> list[Key]:
-        """Rows that were dropped since it was last asked: their tensors are no longer needed."""
+        """Return the rows that were dropped since the last call; their tensors are no longer needed."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def __contains__(self, key: Key) -> bool:
-        """The row is there, taken or not."""
+        """Whether the ledger has this row, taken or not."""
         if key.group in self._taken:
             return key in self._taken[key.group]
         group = self._groups.get(key.group)
@@ -233,12 +237,12 @@ class Ledger:
         return episode is not None and episode.attempt == key.attempt and key.index in episode.rows
 
     def rows(self) -> dict[Key, LedgerRow]:
-        """All of them, in key order within pending and taken ones."""
+        """Return all rows: first the pending, then the taken ones, each in key order."""
         pending = {key: row for at, group in sorted(self._groups.items()) for key, row in group.rows(at).items()}
         return pending | {key: row for _, rows in sorted(self._taken.items()) for key, row in rows.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything but the columns, which the back end adds to each row."""
+        """Return everything but the columns, which the back end adds to each row."""
         groups = [
             {
                 "group": list(key),
@@ -258,7 +262,7 @@ class Ledger:
         }
 
     def restore(self, snapshot: Mapping[str, Any], described: Mapping[Key, Described]) -> None:
-        """Continue from a snapshot, whose rows are checked again: it may come from a file."""
+        """Restore a snapshot. Its rows are checked again, as it may come from a file."""
         self.check_empty()
         groups = {GroupKey(*saved["group"]): _load_group(saved, described) for saved in snapshot["groups"]}
         taken: dict[GroupKey, dict[Key, LedgerRow]] = {}
@@ -278,7 +282,7 @@ class Ledger:
             )
 
     def _live(self, group: GroupKey) -> Group | None:
-        """The group, if rows can still be added to it; None if it is over; KeyError if it was never opened."""
+        """Return a group that rows can be added to, or None if it is over; raise KeyError if it was never opened."""
         found = self._groups.get(group)
         if found is not None:
             return found if found.failure is None else None
@@ -287,7 +291,7 @@ class Ledger:
         raise KeyError(f"{name_of(group)} was never opened: call open(group, samples) before anything else")
 
     def _current(self, key: EpisodeKey | Key) -> Group | None:
-        """The live group of an episode; None if the group is over or a later attempt of the episode is there."""
+        """Return the live group of an episode, or None if the group is over or the episode has a later attempt."""
         group = self._live(key.group)
         if group is None:
             return None
@@ -297,7 +301,7 @@ class Ledger:
         return None if episode is not None and key.attempt < episode.attempt else group
 
     def _attempt(self, group: Group, key: EpisodeKey | Key) -> LedgerEpisode:
-        """The episode at this attempt; an earlier attempt makes room for it."""
+        """Return the episode at this attempt, which supersedes an earlier one."""
         episode = group.episodes.get(key.sample)
         if episode is None or episode.attempt < key.attempt:
             if episode is not None:
@@ -307,7 +311,7 @@ class Ledger:
         return episode
 
     def _row(self, key: Key) -> LedgerRow | None:
-        """The row, taken or not; None if it is gone for a known reason, KeyError if it was never put."""
+        """Return a row, taken or not, or None if it was dropped; raise KeyError if it was never put."""
         taken = self._taken.get(key.group)
         if taken is not None:
             return taken.get(key)
@@ -320,7 +324,7 @@ class Ledger:
         return episode.rows[key.index]
 
     def _changed(self, key: GroupKey, group: Group) -> None:
-        """Bring a group's state up to date and wake the takers if it may be ready for one of them."""
+        """Refresh the state of a group, and wake the takers if it may be ready for one of them."""
         group.refresh()
         whole = self._whole.setdefault(key.partition, set())
         if group.whole or group.failure is not None:
@@ -330,16 +334,16 @@ class Ledger:
             whole.discard(key)
 
     def _wake(self) -> None:
-        """Takers run in the order in which they came."""
+        """Wake all takers, in the order in which they started to wait."""
         for taker in self._takers:
             taker.set()
 
     def _resolved(self, partition: str, needs: Sequence[str]) -> list[GroupKey]:
-        """Groups that a taker need not wait for any longer, in key order."""
+        """Return the groups that are ready to be taken, in key order."""
         return sorted(key for key in self._whole.get(partition, ()) if self._groups[key].resolved(needs))
 
     def _enough(self, partition: str, needs: Sequence[str], groups: int) -> bool:
-        """Cheap as long as too few are whole: it is asked whenever one more has become so."""
+        """Whether enough groups are ready. Called often, so it first compares a count, which is cheap."""
         return len(self._whole.get(partition, ())) >= groups and len(self._resolved(partition, needs)) >= groups
 
     def _waiting_for(self, partition: str, needs: Sequence[str], groups: int, deadline: float | None) -> str:
@@ -360,7 +364,7 @@ def _lacking(row: LedgerRow, described: Described) -> list[str]:
 
 
 def _check_seal(group: Group, episode: EpisodeKey | Key, count: int) -> None:
-    """An error if the seal contradicts an earlier one or a trajectory that is there."""
+    """Raise ValueError if a seal contradicts an earlier one or a stored trajectory."""
     if count < 1:
         raise ValueError(f"{name_of(episode)}: sealed with {count} trajectories, an episode has at least 1")
     known = group.episodes.get(episode.sample)
@@ -373,7 +377,7 @@ def _check_seal(group: Group, episode: EpisodeKey | Key, count: int) -> None:
 
 
 def saved_rows(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The entries of all rows of a snapshot, to be given their columns or read from. ValueError for another format."""
+    """Return the entries of all rows of a snapshot, to read or to fill in. Raises ValueError for another format."""
     if snapshot.get("format") != _FORMAT:
         raise ValueError(f"queue snapshot has format {snapshot.get('format')!r}, expected {_FORMAT}")
     return [*(row for group in snapshot["groups"] for row in group["rows"]), *snapshot["taken"]]

@@ -1,7 +1,7 @@
-"""The sample queue within one process, on one asyncio loop: the ledger, and the tensors it speaks of.
+"""The sample queue of a single process, on one asyncio loop: a ledger and the tensors of its rows.
 
-Rows are kept as they were given: tensors by reference, detached, neither copied nor padded. Values of columns without
-a dtype are copied through JSON, so that they come back as they would from another process.
+Tensors are kept by reference: detached, but neither copied nor padded. Values of columns without a dtype are copied
+through JSON, so that they come back as they would from another process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemoryQueue:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened since the start of the run; late is what came for a group or an attempt that was over"""
+        """Events since the start of the run. Late calls are those for a group or an attempt that was over."""
         return self._ledger.counts
 
     async def open(self, group: GroupKey, samples: int) -> None:
@@ -68,7 +68,7 @@ class MemoryQueue:
         oldest = None if max_lag is None else version - max_lag
         await self._ledger.ready(partition, needs, groups, deadline, deadline)
         taken = self._ledger.hand_out(partition, needs, groups, oldest)
-        assert taken is not None, "nobody else ran since the groups were ready"
+        assert taken is not None, "no other task ran since the groups were ready"
         self._forget()
         return replace(taken[0], columns=in_order(taken[0].columns))
 

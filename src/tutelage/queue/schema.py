@@ -1,8 +1,8 @@
-"""Rows against the declared columns, and rows joined to a batch: what every back end of the queue does alike.
+"""Check rows against the declared columns, and join rows to a batch. All back ends of the queue share this module.
 
-A row is described where it is written: each column by its span, its sizes and what is wrong with it by itself. The
-description is judged where the row is kept, which may be another process that never sees the tensors. So whoever wrote
-a row gets the error, not the learner some minutes later, and all that is wrong with it is reported at once.
+A row is described where it is written: each column by its span, its sizes and its own mistakes. The description is
+checked where the ledger is, which may be another process that never sees the tensors. So the writer of a row gets the
+error, not the learner some minutes later, and all mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tutelage.data.trajectory import COLUMNS, Batch, Column, Key, Span
 from tutelage.queue.contract import SchemaError
 
 Lengths = dict[Span, int]
-"""How many values a row has per span: tokens, actions and, once a step column is there, steps."""
+"""The number of values of a row per span: tokens, actions and, once it has a step column, steps."""
 Trailing = tuple[int, ...]
-"""The dims of a column after its span's; all dims of a row-span column."""
+"""The dims of a column after the span's dim; all dims of a row-span column."""
 
 
 class ColumnForm(NamedTuple):
@@ -33,23 +33,23 @@ class ColumnForm(NamedTuple):
     length: int
     trailing: Trailing
     problem: str | None
-    """what is wrong with dtype or dims; the other fields mean nothing then"""
+    """what is wrong with dtype or dims; if set, the other fields have no meaning"""
 
 
 class Described(NamedTuple):
-    """Columns that someone wants to store, without their values."""
+    """Columns to store, without their values."""
 
     columns: dict[str, ColumnForm]
     missing: tuple[str, ...]
-    """declared as required and not among them"""
+    """required columns that are not among them"""
     actions: int | None
-    """true values of the mask, if there is a sound one"""
+    """number of true values of the mask; None without a valid mask"""
     oldest: int | None
-    """lowest weight version of an action, if there is any action"""
+    """lowest weight version of an action; None without actions"""
 
 
 def describe(columns: Mapping[str, Any]) -> Described:
-    """What the keeper of the books needs to know about these columns."""
+    """Describe columns for the ledger."""
     forms = {name: _describe_column(name, value) for name, value in columns.items()}
     mask, version = (columns[name] if _sound(forms, name) else None for name in ("mask", "version"))
     return Described(
@@ -61,13 +61,13 @@ def describe(columns: Mapping[str, Any]) -> Described:
 
 
 def _missing(columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """Every row has the required columns, and a sequence: of tokens, or of denoising steps."""
+    """Return the missing columns: those that are required, and tokens if there are no denoising steps either."""
     names = [name for name, column in COLUMNS.items() if not column.optional and name not in columns]
     return tuple(names if "tokens" in columns or "sigmas" in columns else ["tokens", *names])
 
 
 def check_row(key: Key, row: Described) -> Lengths:
-    """Check a whole row, as it is put; returns its lengths, against which later columns are checked."""
+    """Check a whole row when it is put. Returns its lengths, which columns added later must match."""
     mistakes = [f"{name}: missing, and every row needs it" for name in row.missing]
     lengths: Lengths = {}
     if (name := "tokens" if "tokens" in row.columns else "sigmas") and _sound(row.columns, name):
@@ -80,14 +80,14 @@ def check_row(key: Key, row: Described) -> Lengths:
 
 
 def check_update(key: Key, added: Described, lengths: Lengths) -> Lengths:
-    """Check columns that are added to a row of these lengths; returns its lengths with them."""
+    """Check columns that are added to a row with these lengths. Returns the updated lengths."""
     lengths, mistakes = _check(added.columns, lengths)
     _raise(key, mistakes)
     return lengths
 
 
 def check_names(names: Iterable[str], where: str) -> tuple[str, ...]:
-    """The names without repetition, in order of declaration; SchemaError if one is not declared."""
+    """Return the names without duplicates, in order of declaration. Raises SchemaError if one is not declared."""
     asked = set(names)
     unknown = [f"{name}: {_undeclared(name)}" for name in sorted(asked - COLUMNS.keys())]
     if unknown:
@@ -96,14 +96,17 @@ def check_names(names: Iterable[str], where: str) -> tuple[str, ...]:
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Declared columns among these names, in order of declaration."""
+    """Return the declared columns among these names, in order of declaration."""
     known = set(names)
     return tuple(name for name in COLUMNS if name in known)
 
 
 def check_even(rows: Mapping[Key, Mapping[str, Trailing]], names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the columns that the rows have. A column that no row has is left out; one that only some rows have, or
-    whose open trailing dims differ between rows, is an error. Without rows it is all of them."""
+    """Return the columns that the rows have; all of them if there are no rows.
+
+    A column that no row has is left out. Raises SchemaError if only some rows have a column, or if its open trailing
+    dims differ between rows.
+    """
     present: list[str] = []
     mistakes: list[str] = []
     for name in names:
@@ -119,8 +122,7 @@ def check_even(rows: Mapping[Key, Mapping[str, Trailing]], names: Iterable[str])
 
 
 def join(rows: Mapping[Key, Mapping[str, Any]], names: Iterable[str]) -> Batch:
-    """The batch of these rows, in their order; every row has every one of the columns. Without rows every column is
-    there, empty."""
+    """Join rows, which must all have these columns, to a batch. Without rows, every column is empty."""
     columns: dict[str, Ragged] = {}
     single: dict[str, Tensor] = {}
     objects: dict[str, list[Any]] = {}
@@ -151,7 +153,7 @@ def _describe_column(name: str, value: Any) -> ColumnForm:
 
 @lru_cache(maxsize=4096)
 def _form(name: str, dtype: torch.dtype, size: torch.Size) -> ColumnForm:
-    """Of a tensor; rows of a run come in few sizes, and a name is declared once."""
+    """Return the form of a tensor. It is cached, as the rows of a run have few different sizes."""
     column, shape = COLUMNS[name], tuple(size)
     if (problem := _problem(column, dtype, shape)) is not None:
         return ColumnForm("row", 0, (), problem)
@@ -163,12 +165,12 @@ def _form(name: str, dtype: torch.dtype, size: torch.Size) -> ColumnForm:
 
 
 def _sound(forms: Mapping[str, ColumnForm], name: str) -> bool:
-    """The column is there and its own dtype and dims are right."""
+    """Whether the column is present, with the right dtype and dims."""
     return name in forms and forms[name].problem is None
 
 
 def _check(columns: Mapping[str, ColumnForm], known: Lengths) -> tuple[Lengths, list[str]]:
-    """Mistakes of each column, by itself and against the lengths; the first step column sets the number of steps."""
+    """Return the lengths and the mistakes of the columns. The first step column sets the number of steps."""
     lengths = dict(known)
     mistakes: list[str] = []
     for name, form in columns.items():
@@ -183,7 +185,7 @@ def _check(columns: Mapping[str, ColumnForm], known: Lengths) -> tuple[Lengths, 
 
 
 def _problem(column: Column, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
-    """What is wrong with dtype and dims, apart from the span's length."""
+    """Return what is wrong with dtype and dims, apart from the length of the span."""
     if dtype != column.dtype:
         return f"dtype is {dtype}, expected {column.dtype}"
     lead = column.span != "row"
@@ -209,7 +211,7 @@ def _json_problem(value: Any) -> str | None:
 
 
 def _fits(form: ColumnForm, lengths: Lengths) -> str | None:
-    """What is wrong with the span's length; lengths that could not be established are not judged."""
+    """Return what is wrong with the length of the span. Unknown lengths are not checked."""
     length = lengths.get(form.span, form.length)
     if form.length == length:
         return None
@@ -229,7 +231,7 @@ def _raise(key: Key, mistakes: Sequence[str]) -> None:
 
 
 def _uneven(rows: Mapping[Key, object], trailing: Mapping[Key, Trailing]) -> str | None:
-    """What keeps the values of a column from being joined."""
+    """Return why the values of a column cannot be joined."""
     if len(trailing) < len(rows):
         lacking = next(key for key in rows if key not in trailing)
         return f"{len(trailing)} of {len(rows)} rows have it, {lacking} lacks it"

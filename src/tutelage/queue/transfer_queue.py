@@ -1,18 +1,18 @@
-"""The sample queue of many processes: tensors in the storage units of TransferQueue, the books in one Ray actor.
+"""The sample queue of several processes: tensors in the storage units of TransferQueue, the ledger in a Ray actor.
 
-    writer ── 1 begin: may I? ──► clerk (ledger)          a few hundred bytes per row
+    writer ── 1 begin ──────────► ledger actor (Clerk)    a few hundred bytes per row
            ── 2 kv_batch_put ───► storage units           tensors, from the writer's process straight to the units
-           ── 3 settle: done ───► clerk                   only now the columns exist for takers
+           ── 3 settle ─────────► ledger actor            only now the columns are visible to takers
 
-What a process writes while an earlier write is under way, or within `window` seconds, goes out together. Much of it
-goes in parts, so that one is described and entered while another is on its way.
+Writes that a process makes while an earlier one is under way, or within `window` seconds, are batched. A large batch is
+split into parts, so that one part is described and entered while another is transferred.
 
-**Written once.** `begin` leases the rows to the writer: until it settles, another write to the same columns of a row
-waits, and then finds them there, so that a repeated update never touches stored data. Nothing is entered in the ledger
-before the data is stored. The writer renews its lease as long as it writes. One that dies, or is stopped, in between
-leaves a queue in which its call never happened: `clerk.LEASE` seconds later its lease is lost, the rows can be written
-again, and what it stored, or stores whenever it goes on, is in a place that nobody else uses. Rows that are dropped
-(failed, superseded, stale, cleared) are leased in the same way to the process that clears them from the storage units.
+**Written once.** `begin` leases the rows to the writer. Until it settles, another write to the same columns of a row
+waits, and then finds them present, so a repeated update never touches stored data. Nothing is entered in the ledger
+before the data is stored. The writer renews its lease while it writes. If it dies or is suspended, its call has no
+effect: after `clerk.LEASE` seconds the lease is lost and the rows can be written again, while the data that it stored,
+or stores later, is at a place that no other process uses. Rows that are dropped (failed, superseded, stale, cleared)
+are leased in the same way to the process that clears them from the storage units.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from tutelage.queue.schema import check_names, describe, in_order, join
 from tutelage.queue.transfer_store import BatchMeta, KVBatchMeta, by_partition, ray
 
 Reference: TypeAlias = BatchRef | BatchMeta | KVBatchMeta
-"""What may stand for rows: ours, and both kinds of TransferQueue's metadata."""
+"""A reference to rows: our own, or one of the two kinds of TransferQueue metadata."""
 _TASKS = 10_000
-"""Calls that the clerk has open at once; a waiting taker is one of them."""
+"""Maximum number of concurrent calls of the ledger actor, including takers that wait."""
 _PART = 32 << 20
-"""Bytes after which a batch of writes is cut: what follows is a part of its own."""
+"""Bytes after which a batch of writes continues in a new part."""
 _IN_FLIGHT = 2
-"""Parts of a process that are on their way at once."""
+"""Parts that a process sends concurrently."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """A call of this process that is on its way."""
+    """A pending call of this process."""
 
     request: Request
-    """of a put or an update it lacks the description of the columns, which is made when its part is sent"""
+    """for put and update without the description of the columns, which is added when the part is sent"""
     rows: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
-    """what is to be stored"""
+    """the data to store"""
     done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def described(self) -> Request:
@@ -72,8 +72,10 @@ class _Job:
 
 
 class TransferSampleQueue:
-    """The TransferQueue back end of `SampleQueue`. Made by `start`; pickled, it works in any process of the cluster,
-    on one asyncio loop of each."""
+    """The TransferQueue back end of `SampleQueue`, created by `start`.
+
+    It can be pickled and used in any process of the cluster, on one asyncio loop per process.
+    """
 
     def __init__(self, clerk: Any, window: float = 0.0) -> None:
         self._clerk = clerk
@@ -84,9 +86,9 @@ class TransferSampleQueue:
         self._sending = False
         self._slots = asyncio.Semaphore(_IN_FLIGHT)
         self.counts: dict[str, int] = {}
-        """What happened since the start of the run, in all processes, as of the last answer that this one got"""
+        """Events since the start of the run, in all processes, as of the last reply that this process received"""
         self.actors: dict[str, Any] = {}
-        """The processes that it consists of, as errors call them; known to the one that started it"""
+        """The actors of the queue, by the names used in errors; only set in the process that started it"""
 
     def __reduce__(self) -> tuple[type[TransferSampleQueue], tuple[Any, float]]:
         return type(self), (self._clerk, self._window)
@@ -121,7 +123,7 @@ class TransferSampleQueue:
         loop = asyncio.get_running_loop()
         ends = None if deadline is None else loop.time() + deadline
         taken: tuple[BatchRef, Reply] | None = None
-        while taken is None:  # another taker may be quicker once groups are ready
+        while taken is None:  # another taker may be faster
             left = None if ends is None else max(0.0, ends - loop.time())
             await self._wait(self._clerk.ready.remote(partition, needs, groups, left, deadline))
             taken = await self._hand_out(partition, needs, groups, oldest)
@@ -154,17 +156,17 @@ class TransferSampleQueue:
 
     async def restore(self, snapshot: Mapping[str, Any]) -> None:
         rows = {Key(*row["key"]): row["columns"] for row in saved_rows(snapshot)}
-        books = _without_columns(snapshot)
+        saved = _without_columns(snapshot)
         described = {key: describe(columns) for key, columns in rows.items()}
         tags = {Key(*row["key"]): row["tags"] for row in saved_rows(snapshot)}
-        await self._send(Request("restore", None, (books, described), tags), rows)
+        await self._send(Request("restore", None, (saved, described), tags), rows)
 
     def release(self) -> None:
-        """One of the queue's processes is dead: whatever waits for it in this process ends with an error."""
+        """Fail all calls of this process that wait for TransferQueue, after one of the queue's actors has died."""
         store.release()
 
     def close(self) -> None:
-        """Stop the clerk and TransferQueue: for the process that started them, when nobody uses them any longer."""
+        """Stop the ledger actor and TransferQueue. Call this in the process that started them, after all use."""
         ray.kill(self._clerk)
         store.shut_down()
 
@@ -183,7 +185,7 @@ class TransferSampleQueue:
             raise error
 
     async def _hand_out(self, *what: Any) -> tuple[BatchRef, Reply] | None:
-        """Ask for the groups. If this taker is cancelled meanwhile, they go back."""
+        """Take the groups. If this taker is cancelled meanwhile, return them."""
         asked = asyncio.ensure_future(_answer(self._clerk.hand_out.remote(*what)))
         try:
             return await asyncio.shield(asked)
@@ -199,7 +201,7 @@ class TransferSampleQueue:
 
     def _enqueue(self, job: _Job) -> None:
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # a loop of before has ended, and with it whoever waited there
+        if self._loop is not loop:  # a previous loop has ended, with all calls that waited on it
             self._loop, self._pending, self._sending = loop, [], False
             self._slots = asyncio.Semaphore(_IN_FLIGHT)
         self._pending.append(job)
@@ -213,7 +215,7 @@ class TransferSampleQueue:
         task.add_done_callback(self._tasks.discard)
 
     async def _flush(self) -> None:
-        """Send what is pending until nothing is; one batch at a time, the others gather meanwhile."""
+        """Send pending jobs until none are left, one batch at a time; new jobs collect in the next batch."""
         try:
             while self._pending:
                 await asyncio.sleep(self._window)
@@ -231,8 +233,8 @@ class TransferSampleQueue:
                     job.finish(ClerkAnswer(error=error))
 
     async def _write(self, part: Sequence[_Job]) -> None:
-        """One part: ask, store, settle. A job that must wait for another writer of its row comes again later."""
-        # Pickled by hand: Ray's own pickler calls Python for every object, which doubles the time for many rows.
+        """Write one part: begin, store, settle. A job whose row another writer holds is retried later."""
+        # Pickled here, because Ray's pickler calls Python code per object, which doubles the time for many rows.
         reply: Reply = await self._clerk.begin.remote(pickle.dumps([job.described() for job in part]))
         writes: list[_Job] = []
         rows: dict[StoragePlace, dict[str, Any]] = {}
@@ -263,7 +265,7 @@ class TransferSampleQueue:
 
     @asynccontextmanager
     async def _renewed(self, reply: Reply) -> AsyncIterator[None]:
-        """Keep a lease for as long as this takes."""
+        """Renew a lease while the context is active."""
 
         async def renew() -> None:
             while True:
@@ -285,7 +287,7 @@ class TransferSampleQueue:
             self._enqueue(job)
 
     async def _settle(self, reply: Reply, stored: bool = True) -> list[ClerkAnswer]:
-        """Clear what was left to this process to clear and end its lease; returns what became of its writes."""
+        """Clear the rows leased to this process for clearing, and end its lease. Returns the answers to its writes."""
         answers: list[ClerkAnswer] = []
         self.counts = reply.counts
         while reply.lease:
@@ -298,7 +300,7 @@ class TransferSampleQueue:
         return answers
 
     async def _store(self, rows: Mapping[StoragePlace, Mapping[str, Any]], tags: Mapping[Key, Tags]) -> None:
-        """One put for the rows of a partition that have the same columns and trailing dims."""
+        """Store rows, with one put per group of rows with the same partition, columns and trailing dims."""
         alike: dict[tuple[Any, ...], list[Key]] = {}
         for (key, place), row in rows.items():
             alike.setdefault((place, key.partition, *_form(row)), []).append(key)
@@ -311,7 +313,7 @@ class TransferSampleQueue:
         await asyncio.gather(*puts)
 
     async def _fetch(self, keys: Sequence[Key], names: Sequence[str], places: Mapping[Key, Mapping[str, int]]) -> Batch:
-        """Rows with columns at other places than 0 are read one by one: there are hardly any."""
+        """Read rows. The few rows with columns at places other than 0 are read one by one."""
         reads = [(part, names, 0) for part in by_partition(key for key in keys if key not in places).values()]
         for key in (key for key in keys if key in places):
             at = {name: places[key].get(name, 0) for name in names}
@@ -327,8 +329,10 @@ class TransferSampleQueue:
 
 
 def start(units: int = 2, *, window: float = 0.0, deadline: float = 60.0) -> TransferSampleQueue:
-    """Start TransferQueue with so many storage units, and the clerk, in the Ray cluster that this process is connected
-    to. `window`: seconds, up to 0.01, that a write may wait for others of its process."""
+    """Start TransferQueue with `units` storage units, and the ledger actor, in the connected Ray cluster.
+
+    `window` is the time in seconds, up to 0.01, for which a write may wait for other writes of its process.
+    """
     if not 0.0 <= window <= 0.01:
         raise ValueError(f"queue window is {window} s, expected 0 to 0.01")
     store.launch(units, deadline)
@@ -351,7 +355,7 @@ def _parts(batch: Sequence[_Job]) -> Iterator[list[_Job]]:
 
 
 def _form(row: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """What rows must have in common to be stored together."""
+    """Yield the names and trailing dims that rows must share to be stored together."""
     for name in in_order(row):
         column = COLUMNS[name]
         yield (name,) if column.dtype is None else (name, row[name].shape[column.span != "row" :])
@@ -370,7 +374,7 @@ async def _answer(call: Any) -> Any:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Any]) -> None:
-    """Not to be cancelled half-way: what it belongs to has been decided."""
+    """Run to completion, ignoring cancellation."""
     task = asyncio.ensure_future(work)
     while not task.done():
         try:

@@ -1,10 +1,10 @@
-"""The tensors of the sample queue in TransferQueue, and its metadata: everything that speaks with that package.
+"""Store the tensors of the sample queue in TransferQueue, and convert its metadata. All use of that package is here.
 
-A row is one key of TransferQueue, `uid/sample/attempt/index` in the partition of the same name; each column is a field;
-the tags are its tags. So whoever knows TransferQueue can list and read the rows, and both kinds of its metadata stand
-for a reference: `KVBatchMeta` (by key) and `BatchMeta` (by index). Values of columns without a dtype are JSON.
-What had to be written again after its writer was lost has the number of its place behind its key; a reference to such
-a row is resolved by the queue, not by TransferQueue alone. Functions block: they are called from threads.
+A row is one key of TransferQueue, `uid/sample/attempt/index`, in the partition of the same name; each column is a
+field, and tags are tags. So the tools of TransferQueue can list and read the rows, and both kinds of its metadata can
+serve as a reference: `KVBatchMeta` (by key) and `BatchMeta` (by index). Values of columns without a dtype are JSON.
+If data is written again after its writer was lost, the number of its place is appended to its key; only the queue, not
+TransferQueue alone, can resolve a reference to such a row. The functions block, so call them from threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tutelage.errors import missing_extra
 from tutelage.queue.contract import BatchRef, FailedGroup
 from tutelage.queue.schema import in_order
 
-os.environ.setdefault("TQ_NUM_THREADS", "1")  # or a transfer lets the whole process compute with 8 threads meanwhile
+os.environ.setdefault("TQ_NUM_THREADS", "1")  # otherwise transfers set 8 threads for the whole process
 try:
     import ray as ray
     import transfer_queue  # type: ignore[import-untyped]
@@ -38,9 +38,11 @@ except ImportError as error:
 
 
 class _Columns(dict[str, Any]):
-    """Rows as `kv_batch_put` reads them from a TensorDict, apart from one thing: a ragged column is the list of its
-    tensors, which go from their own memory to the storage units. A TensorDict wants one jagged tensor: a copy of all
-    values, that is cut into rows again before it is sent."""
+    """A stand-in for the TensorDict that `kv_batch_put` reads, in which a ragged column is a list of tensors.
+
+    The tensors are sent from their own memory. A TensorDict would need one jagged tensor, a copy of all values that is
+    split into rows again before sending.
+    """
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -51,11 +53,11 @@ _connected = False
 _closed = False
 _connecting = threading.Lock()
 _PATIENCE = 20.0
-"""Seconds in which TransferQueue must have closed; parts of it may be dead."""
+"""Seconds to wait for TransferQueue to close, as some of its actors may be dead."""
 
 
 def launch(units: int, deadline: float) -> None:
-    """Start TransferQueue with so many storage units in the Ray cluster that this process is connected to."""
+    """Start TransferQueue with `units` storage units in the connected Ray cluster."""
     if not ray.is_initialized():
         raise RuntimeError("the queue starts inside Ray, which is not initialised: call ray.init first")
     cluster: Any = ray
@@ -91,7 +93,7 @@ def launch(units: int, deadline: float) -> None:
 
 
 def actors(units: int) -> dict[str, Any]:
-    """The processes of TransferQueue, as errors call them, for the process that has launched it."""
+    """Return the actors of TransferQueue, by the names used in errors. Call it in the process that launched it."""
     found = {"the controller of TransferQueue": ray.get_actor("TransferQueueController", namespace="transfer_queue")}
     for unit in range(units):
         found[f"storage unit {unit} of TransferQueue"] = ray.get_actor(f"TransferQueueStorageUnit#{unit}")
@@ -99,8 +101,10 @@ def actors(units: int) -> dict[str, Any]:
 
 
 def release() -> None:
-    """Calls of this process that wait for TransferQueue end with an error, and so do those that come later: its
-    controller or a storage unit is dead, and it would not notice for minutes, or never."""
+    """Fail all current and later calls of this process to TransferQueue.
+
+    Use it when the controller or a storage unit has died, which TransferQueue notices after minutes or never.
+    """
     global _closed
     _closed = True
     client = transfer_queue.interface._TQ_CLIENT  # get_client would connect
@@ -109,7 +113,7 @@ def release() -> None:
 
 
 def shut_down() -> None:
-    """Stop TransferQueue, whatever is left of it."""
+    """Stop TransferQueue, even if some of its actors are dead."""
     global _connected
 
     def run() -> None:
@@ -140,7 +144,7 @@ def put(keys: Sequence[Key], rows: Sequence[Mapping[str, Any]], tags: list[dict[
 
 
 def read(keys: Sequence[Key], names: Sequence[str], place: int = 0) -> Batch:
-    """Columns of rows of one partition that all have them at that place."""
+    """Read columns of rows of one partition that all have them at that place."""
     _connect()
     found = transfer_queue.kv_batch_get([storage_key(key, place) for key in keys], keys[0].partition, list(names))
     if lost := [name for name in names if name not in found or len(found) != len(keys)]:
@@ -166,7 +170,7 @@ def read(keys: Sequence[Key], names: Sequence[str], place: int = 0) -> Batch:
 
 
 def erase(places: Iterable[tuple[Key, int]]) -> None:
-    """Clear rows from their places; those that are not there are ignored."""
+    """Clear places; those that do not exist are ignored."""
     _connect()
     parts: dict[str, list[str]] = {}
     for key, place in places:
@@ -176,13 +180,13 @@ def erase(places: Iterable[tuple[Key, int]]) -> None:
 
 
 def storage_key(key: Key, place: int = 0) -> str:
-    """The name of a row within its partition of TransferQueue: prompt, sample, attempt, index, and its place."""
+    """Return the name of a row in its TransferQueue partition: uid, sample, attempt, index, and its place if not 0."""
     name = f"{key.uid}/{key.sample}/{key.attempt}/{key.index}"
     return f"{name}/{place}" if place else name
 
 
 def parse_key(partition: str, name: str) -> Key:
-    """The key of which this is the name."""
+    """Return the key of a row from its name."""
     parts = name.split("/")
     try:
         uid, sample, attempt, index = map(int, parts)
@@ -194,7 +198,7 @@ def parse_key(partition: str, name: str) -> Key:
 
 
 def to_kv_meta(ref: BatchRef) -> KVBatchMeta:
-    """TransferQueue's metadata by key of the same rows. They are of one partition."""
+    """Convert a reference, whose rows are of one partition, to TransferQueue's metadata by key."""
     partitions = list(by_partition(ref.keys))
     if len(partitions) > 1:
         raise ValueError(f"KVBatchMeta names rows of one partition, this reference has {', '.join(partitions)}")
@@ -208,7 +212,7 @@ def to_kv_meta(ref: BatchRef) -> KVBatchMeta:
 
 
 def from_kv_meta(meta: KVBatchMeta) -> BatchRef:
-    """The reference to the same rows, in the same order."""
+    """Convert metadata by key to a reference to the same rows, in the same order."""
     if meta.keys and meta.partition_id is None:
         raise ValueError(f"KVBatchMeta of {len(meta.keys)} rows has no partition_id: a row's key begins with it")
     keys = [parse_key(str(meta.partition_id), name) for name in meta.keys]
@@ -216,7 +220,7 @@ def from_kv_meta(meta: KVBatchMeta) -> BatchRef:
 
 
 def to_batch_meta(ref: BatchRef) -> BatchMeta:
-    """TransferQueue's metadata by index of the same rows. It has their indices, so they must be there."""
+    """Convert a reference to TransferQueue's metadata by index. The rows must exist, as their indices are needed."""
     if not ref.keys:
         return BatchMeta.empty(_extra(ref))
     _connect()
@@ -224,7 +228,9 @@ def to_batch_meta(ref: BatchRef) -> BatchMeta:
     parts = by_partition(ref.keys)
     found = [client.kv_retrieve_meta([storage_key(key) for key in keys], name) for name, keys in parts.items()]
     if (lost := len(ref.keys) - sum(map(len, found))) > 0:
-        raise KeyError(f"{lost} of {len(ref.keys)} rows are not in TransferQueue, {ref.keys[0]} the first of all")
+        raise KeyError(
+            f"{lost} of {len(ref.keys)} rows are not in TransferQueue; the reference begins with {ref.keys[0]}"
+        )
     meta = BatchMeta.concat([part.select_fields(list(ref.columns)) for part in found])
     place = {key: at for at, key in enumerate(key for keys in parts.values() for key in keys)}
     meta.reorder([place[key] for key in ref.keys])
@@ -235,7 +241,7 @@ def to_batch_meta(ref: BatchRef) -> BatchMeta:
 
 
 def from_batch_meta(meta: BatchMeta) -> BatchRef:
-    """The reference to the same rows, in the same order."""
+    """Convert metadata by index to a reference to the same rows, in the same order."""
     order = list(zip(meta.partition_ids, meta.global_indexes, strict=True))
     names: dict[tuple[str, int], str | None] = {}
     for partition in dict.fromkeys(meta.partition_ids):
@@ -252,7 +258,7 @@ def from_batch_meta(meta: BatchMeta) -> BatchRef:
 
 
 def _extra(ref: BatchRef) -> dict[str, Any]:
-    """What TransferQueue's metadata have no place for, as plain values."""
+    """Return the parts of a reference that TransferQueue's metadata has no fields for, as plain values."""
     return {
         "columns": list(ref.columns),
         "failed": [[*failure.group, failure.reason] for failure in ref.failed],
@@ -288,7 +294,7 @@ def _is_running() -> bool:
 
 
 def _connect() -> None:
-    """Connect this process with TransferQueue, once."""
+    """Connect this process to TransferQueue, unless it is connected."""
     global _connected
     with _connecting:
         if _closed:

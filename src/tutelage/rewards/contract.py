@@ -1,11 +1,11 @@
-"""What a reward is given, what it returns, and how it gets its name.
+"""The contract of rewards, and their registry.
 
     @reward("short")
     def short(answer: Answer, *, limit: int = 100) -> float:
         return 1.0 if len(answer.text) <= limit else 0.0
 
-A reward judges one finished answer and returns a finite number. It runs in a process of its own that is killed when
-the reward passes its timeout, so it may be slow or even hang, but it must not rely on state from earlier answers.
+A reward scores one finished answer and returns a finite number. It runs in a worker process, which is killed when the
+reward exceeds its timeout. So it may be slow or even hang, but it must not rely on state from earlier answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tutelage.isolation.contract import Isolation
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image or a video that the student made."""
+    """An image or a video that the student generated."""
 
     data: bytes
     """uint8, row by row"""
@@ -29,43 +29,45 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything a reward sees. All of it is sent to another process, so all of it must be picklable."""
+    """The input of a reward. It is sent to another process, so all of it must be picklable."""
 
     prompt: str
-    """what the student was asked, as text"""
+    """the prompt as text"""
     text: str
-    """what the student wrote"""
+    """the text that the student generated"""
     ground_truth: Any = None
-    """the row's right answer, as it was in the file"""
+    """the ground truth of the row, as it is in the file"""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """every other column of the row"""
+    """all other columns of the row"""
     finish: str = "stop"
-    """why the answer ended: stop, length, abort"""
+    """why the answer ended: stop, length or abort"""
     media: Media | None = None
-    """what the student drew; its text is then empty"""
+    """the image or video that the student generated; the text is empty then"""
 
 
 Reward = Callable[..., float]
 """reward(answer, **options) -> float"""
 
 OptionsCheck = Callable[..., None]
-"""check(**options): raises ValueError or TypeError when a reward could never work with these options"""
+"""check(**options): raises ValueError or TypeError if a reward cannot work with these options"""
 
 REWARDS: dict[str, Reward] = {}
-"""Every reward by the name that recipes use."""
+"""All rewards, by the name that recipes use."""
 
 NETWORKED = frozenset({"http_scorer"})
-"""Rewards of the package that are of no use without a network."""
+"""Built-in rewards that need the network."""
 
 CHECKS: dict[str, OptionsCheck] = {}
-"""Checks of options that a signature cannot express, by the name of the reward."""
+"""Checks of options beyond what a signature can express, by the name of the reward."""
 
 _Function = TypeVar("_Function", bound=Reward)
 
 
 def register_reward(name: str, *, check: OptionsCheck | None = None) -> Callable[[_Function], _Function]:
-    """Give a function the name by which recipes choose it. `check` is called once with the options, before any answer
-    is scored."""
+    """Register a function under the name by which recipes choose it.
+
+    `check` is called once with the options, before any answer is scored.
+    """
 
     def add(function: _Function) -> _Function:
         if name in REWARDS and REWARDS[name] is not function:
@@ -85,25 +87,25 @@ class RewardSpec:
     function: str
     """its registered name"""
     weight: float = 1.0
-    """factor of its value in the sum"""
+    """weight of its value in the sum"""
     timeout: float = 10.0
-    """seconds that one answer may take"""
+    """time limit for one answer, in seconds"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """keyword arguments of the function"""
     network: bool | None = None
-    """whether it may use the network; None: only if it is one of NETWORKED"""
+    """whether it may use the network; None means only if it is one of NETWORKED"""
     env: tuple[str, ...] = ()
-    """names of the run's environment variables that it sees, besides those that every reward sees"""
+    """names of environment variables of the run that it sees, besides those that every reward sees"""
     memory_gb: float = 4.0
-    """gigabytes of memory that its process may hold, with all that it started"""
+    """memory limit of its process and all that it starts, in gigabytes"""
     processes: int = 32
-    """processes that it may be, with all that it started"""
+    """maximum number of processes, including all that it starts"""
     output_mb: float = 1.0
-    """megabytes that it may print in one second"""
+    """output limit in megabytes per second"""
 
     @property
     def isolation(self) -> Isolation:
-        """What its process may see and use. Rewards that are alike in this share a process."""
+        """What its process may see and use. Rewards with the same isolation share a process."""
         return Isolation(
             self.function in NETWORKED if self.network is None else self.network,
             tuple(sorted(set(self.env))),
@@ -115,23 +117,23 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a process that runs rewards is told at its start."""
+    """The settings that a worker process gets at its start."""
 
     specs: Mapping[str, RewardSpec]
-    """by name, in the order in which they are run"""
+    """rewards by name, in the order in which they run"""
     plugins: tuple[str, ...] = ()
     seed: int = 0
-    """of the run: random numbers of a reward derive from it and from the answer"""
+    """the seed of the run: random numbers of a reward depend on it and on the answer"""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the rewards of a run say about one answer. Either there is a reward or there is a failure, never both."""
+    """The result of all rewards for one answer: either a reward or a failure, never both."""
 
     reward: float | None
-    """the weighted sum of the parts; None if a part could not be had, which is not the same as 0"""
+    """the weighted sum of the parts; None if a reward failed, which is not the same as 0"""
     parts: Mapping[str, float]
-    """unweighted value of each reward, by its name in the run; after a failure, of those that were run before it"""
+    """unweighted value of each reward by its name in the run; after a failure, only of those that ran before"""
     failure: str | None = None
-    """which reward failed, and how: it raised, timed out, returned what is not a finite number, passed a limit, or its
+    """which reward failed, and how: it raised, timed out, did not return a finite number, exceeded a limit, or its
     worker died"""

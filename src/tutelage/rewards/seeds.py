@@ -1,7 +1,7 @@
-"""Seeds of the random numbers that rewards draw from: Python's, numpy's and torch's own generators.
+"""Seed the global random generators that rewards may use: those of Python, numpy and torch.
 
-numpy and torch may be imported at any time, also inside a reward. A generator that comes into being with an import is
-seeded right after it, with the seed that holds at that moment.
+numpy and torch may be imported at any time, even inside a reward. Their generators are seeded right after the import,
+with the current seed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SEEDERS: dict[str, Callable[[Any, int], object]] = {
     "numpy.random": lambda module, seed: module.seed(seed),
     "torch": lambda module, seed: module.manual_seed(seed),
 }
-"""Modules whose import makes a generator."""
+"""How to seed the modules that have a global generator."""
 
 _now = 0
 
 
 def plant(seed: int) -> None:
-    """Seed every generator there is. Those that are imported later start with it as well."""
+    """Seed all generators, including those of modules that are imported later."""
     global _now
     _now = seed % 2**32
     random.seed(_now)
@@ -58,7 +58,7 @@ class _SeedAfterImport(MetaPathFinder):
 
 
 def on_import(seed: int) -> None:
-    """From now on modules with generators are seeded when they are imported."""
+    """Seed all generators now, and those of other modules when they are imported."""
     plant(seed)
     if not any(isinstance(finder, _SeedAfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _SeedAfterImport())

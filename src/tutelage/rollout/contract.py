@@ -1,4 +1,4 @@
-"""What an agent loop is, and how a loop gets its name.
+"""The contract of agent loops, and their registry.
 
     @agent_loop("my_loop")
     class MyLoop:
@@ -7,9 +7,9 @@
             answer = await context.generate(tokens)
             return context.episode(prompt, [context.trajectory(tokens, answer)])
 
-A loop sees token ids and a generate function; one that paints sees the prompt's text and a paint function. It does not
-know whether generation happens in this process, on Ray or behind HTTP. Later turns append to the ids that the engine
-saw; nothing is re-tokenised from text.
+A text loop gets token ids and a generate function; an image or video loop gets the prompt's text and a paint function.
+A loop does not know whether generation runs in this process, on Ray or behind HTTP. Later turns append to the ids that
+the engine saw; nothing is re-tokenised from text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tutelage.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """What loops need of a tokenizer; the implementation lets only one thread in at a time."""
+    """The tokenizer functions that loops need. Implementations allow one thread at a time."""
 
     def render(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -53,22 +53,22 @@ class PromptTooLong(UserError):
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: Prompt, limit: int) -> Tensor:
-    """Token ids of a prompt: its chat messages through the template, or its plain text."""
+    """Return the token ids of a prompt: its chat messages through the template, or its plain text."""
     ids = _ids(tokenizer, prompt.text, prompt.messages)
     if len(ids) > limit:
         raise PromptTooLong.of(prompt, len(ids), limit)
-    return ids.clone()  # a loop may change its own
+    return ids.clone()  # a loop may modify its copy
 
 
 @lru_cache(maxsize=256)
 def _ids(tokenizer: Tokenizer, text: str | None, messages: tuple[Message, ...]) -> Tensor:
-    """Remembered: all samples of a prompt ask for the same."""
+    """Return the token ids. They are cached, as all samples of a prompt need the same ones."""
     ids = tokenizer.encode(text) if text is not None else tokenizer.render(messages)
     return torch.tensor(ids, dtype=torch.int64)
 
 
 UNBOUNDED = 1 << 62
-"""Tokens of a context whose end is not known here."""
+"""Context length, in tokens, if the limit is not known."""
 
 Send = Callable[[AnyRequest], Awaitable[AnyOutput]]
 """Sends a request to one of the student's engines."""
@@ -76,56 +76,58 @@ Send = Callable[[AnyRequest], Awaitable[AnyOutput]]
 
 @dataclass(slots=True)
 class LoopContext:
-    """What one episode has at hand.
+    """The functions that a loop can use in one episode.
 
-    A loop that writes uses `render`, `generate` and `trajectory`; one that paints uses `paint` and `painting`. Each
-    modality implements its own; the others stop the run and say which loop to use."""
+    A text loop uses `render`, `generate` and `trajectory`; an image or video loop uses `paint` and `painting`. Each
+    modality implements its own functions; calling the others stops the run with an error that names the loop to use.
+    """
 
     key: EpisodeKey
     seed: int
     send: Send
     row: str
-    """as errors call it"""
+    """the name of its row in errors"""
     sampling: Sampling | DiffusionSampling
-    """how the student acts, unless a call says otherwise"""
+    """default sampling settings"""
     turns: int = field(default=0, init=False)
     timings: dict[str, float] = field(default_factory=dict, init=False)
     started: float = field(default_factory=time.perf_counter, init=False)
 
     def render(self, prompt: Prompt) -> Tensor:
-        """Token ids of the prompt; PromptTooLong if they pass the limit."""
-        raise _paints()
+        """Return the token ids of the prompt. Raises PromptTooLong if they exceed the limit."""
+        raise _needs_diffusion_loop()
 
     def room(self, tokens: Tensor) -> int:
-        """Tokens that can still follow these before engine.context ends."""
-        raise _paints()
+        """Return the number of tokens that fit after these into engine.context."""
+        raise _needs_diffusion_loop()
 
     async def generate(self, tokens: Tensor, sampling: Sampling | None = None) -> Generation:
-        """The student continues these ids. Every call of an episode draws from a seed of its own.
+        """Generate a continuation of these ids with the student. Every call of an episode uses its own seed.
 
-        Where engine.context ends first, the answer ends with finish `length`: without a token, if there was no room at
-        all. In the first call of an episode that is an error (PromptTooLong): there would be nothing to learn from."""
-        raise _paints()
+        If engine.context is full, the answer ends with finish `length`, possibly without any token. If there is no
+        room in the first call of an episode, PromptTooLong is raised, as there would be nothing to learn from.
+        """
+        raise _needs_diffusion_loop()
 
     def trajectory(self, tokens: Tensor, generation: Generation) -> Trajectory:
-        """A trajectory of one turn: given ids, then the student's."""
-        raise _paints()
+        """Return a trajectory of one turn: the given ids, then those of the student."""
+        raise _needs_diffusion_loop()
 
     async def paint(self, prompt: str, negative: str | None = None) -> DiffusionOutput:
-        """The student paints what the prompt says. Every call of an episode draws from a seed of its own."""
-        raise _writes()
+        """Generate an image or video for the prompt with the student. Every call of an episode uses its own seed."""
+        raise _needs_text_loop()
 
     def painting(self, painted: DiffusionOutput) -> Trajectory:
-        """A trajectory of denoising steps. What the prompt was encoded to is stored once: with its first sample."""
-        raise _writes()
+        """Return a trajectory of denoising steps. The encoded prompt is stored only with the first sample."""
+        raise _needs_text_loop()
 
     def episode(self, prompt: Prompt, trajectories: Sequence[Trajectory], reward_from: int = -1) -> Episode:
-        """The finished episode, with its timings; `reward_from` is the trajectory whose reward is the episode's."""
+        """Return the finished episode, with its timings. `reward_from` is the index of the rewarded trajectory."""
         timings = {**self.timings, "total": time.perf_counter() - self.started}
         return Episode(self.key, prompt, tuple(trajectories), reward_from, timings)
 
     def _next(self) -> tuple[str, int, tuple[Any, ...]]:
-        """Id, seed and order of the next request."""
+        """Return the id, seed and order of the next request."""
         turn, self.turns = self.turns, self.turns + 1
         return f"{'/'.join(map(str, self.key))}/{turn}", derive_seed(self.seed, turn), (*self.key, turn)
 
@@ -135,26 +137,28 @@ class LoopContext:
             self.timings[name] = self.timings.get(name, 0.0) + spent
 
 
-def _paints() -> UserError:
-    return UserError("this loop writes, but the student of the run paints: use agent_loop diffusion")
+def _needs_diffusion_loop() -> UserError:
+    return UserError("this loop generates text, but the student is a diffusion model: use agent_loop diffusion")
 
 
-def _writes() -> UserError:
-    return UserError("this loop paints, but the student of the run writes: use agent_loop single_turn")
+def _needs_text_loop() -> UserError:
+    return UserError(
+        "this loop generates images or video, but the student is a language model: use agent_loop single_turn"
+    )
 
 
 class EpisodeKind(Protocol):
-    """What episodes of a modality are made of."""
+    """The functions of a modality that agent-loop workers need."""
 
     def context(self, key: EpisodeKey, seed: int, sampling: Any, row: str) -> LoopContext:
-        """The context of one episode; `row` is its prompt as errors call it."""
+        """Return the context of one episode; `row` is the name of its row in errors."""
 
     def finished(self, episode: Episode) -> Episode:
-        """What a loop returned, without what nothing is learned from. ValueError if it cannot be used."""
+        """Return the episode of a loop without data that is not trained on. Raises ValueError if it is unusable."""
 
 
 class AgentLoop(Protocol):
-    """One way to turn a prompt into an episode."""
+    """Runs one episode from a prompt."""
 
     async def run(self, prompt: Prompt, context: LoopContext) -> Episode: ...
 
@@ -163,7 +167,7 @@ LOOPS: dict[str, Callable[[], AgentLoop]] = {}
 
 
 def register(name: str) -> Callable[[type], type]:
-    """Give a loop the name by which recipes and rows choose it."""
+    """Register a loop under the name by which recipes and rows choose it."""
 
     def add(loop: type) -> type:
         if name in LOOPS and LOOPS[name] is not loop:

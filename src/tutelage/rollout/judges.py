@@ -1,4 +1,4 @@
-"""Everyone who says something about a finished episode: teachers, the reference, rewards."""
+"""The judges of finished episodes: teachers, the reference and rewards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tutelage.teachers.pool import Scorer
 
 
 def reward_pool(config: RunConfig) -> RewardPool | None:
-    """The recipe's rewards in processes of their own; none if it names none."""
+    """Build the pool of worker processes for the recipe's rewards; None if it has no rewards."""
     if not config.rewards:
         return None
     specs = {
@@ -34,7 +34,7 @@ def reward_pool(config: RunConfig) -> RewardPool | None:
 
 
 def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`toy:` names become the directories that they stand for."""
+    """Replace `toy:` names by the directories of these toys."""
     toys = {name: value for name, value in options.items() if isinstance(value, str) and value.startswith("toy:")}
     if not toys:
         return dict(options)
@@ -45,12 +45,14 @@ def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Made = Callable[[Trajectory], tuple[str, Media | None]]
-"""What rewards see of a trajectory: its text, or its image or video."""
+"""Returns what rewards see of a trajectory: its text, or its image or video."""
 
 
 def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJudge:
-    """Rewards what the student made in the trajectory that counts, unless its loop gave a reward itself. `names`: of
-    the run's rewards, in the order of column reward_parts."""
+    """Return a judge that scores the rewarded trajectory of an episode, unless its loop has set a reward.
+
+    `names` are the names of the run's rewards, in the order of column reward_parts.
+    """
 
     async def judge(episode: Episode) -> dict[str, Tensor]:
         trajectory = episode.rewarded
@@ -70,8 +72,10 @@ def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJ
 
 
 def part_means(parts: Tensor, weights: Mapping[str, float]) -> dict[str, float]:
-    """The mean of each of several rewards, unweighted: `reward_NAME`; one of weight 0, which is never trained on, is a
-    measure of that NAME. `parts` [episodes, rewards]."""
+    """Return the unweighted mean of each reward, if there are several, as `reward_NAME`.
+
+    A reward of weight 0, which is not trained on, is a measure called NAME. `parts` is [episodes, rewards].
+    """
     if len(weights) < 2 or len(parts) == 0:
         return {}
     named = [reward_measure(name, weight) for name, weight in weights.items()]
@@ -84,7 +88,7 @@ def reward_weights(config: RunConfig) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """Everyone who says something about an episode."""
+    """The judges of a run: teachers, the reference and rewards."""
 
     config: RunConfig
     made: Made
@@ -94,7 +98,7 @@ class Judges:
     rewards: RewardPool | None
 
     def __call__(self, want: Want, training: bool) -> EpisodeScorer:
-        """What completes the rows of finished episodes: only what the algorithm, or the evaluation, needs."""
+        """Return a scorer with the judges that the algorithm or the evaluation needs."""
         found: list[Judge] = []
         if self.teachers.teachers and want != Want():
             found.append(lambda key, prompt, row: self.teachers.score(key, prompt, row, want))

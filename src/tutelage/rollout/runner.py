@@ -1,7 +1,7 @@
-"""Episodes from prompts to complete rows: loops run, and each episode is scored as soon as it ends.
+"""Run prompts to complete rows: agent loops run, and each episode is scored as soon as it ends.
 
-The same object serves a run in one process and, on Ray, every agent-loop worker for its share of the prompts. What
-comes back tells how an episode went; its tensors are in the queue by then and go nowhere else.
+The same class serves a run in one process and, on Ray, every agent-loop worker for its share of the prompts. Results
+describe how an episode went; its tensors go to the queue only.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from tutelage.rollout.worker import AgentLoopWorker, EpisodeFailure
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """What is asked of every episode of a step, or of an evaluation."""
+    """The settings that all episodes of a step, or of an evaluation, share."""
 
     partition: str
     samples: int
     sampling: Sampling | DiffusionSampling
     want: Want
-    """of teachers"""
+    """what teachers are asked for"""
     seed: int
-    """of the run"""
+    """the seed of the run"""
     step: int = -1
     version: int = 0
-    """of the weights that the episodes are written with"""
+    """version of the weights that generate the episodes"""
     attempt: int = 0
-    """above 0: the prompts are run again, and what an earlier attempt wrote is superseded"""
+    """above 0 if the prompts are run again; the results supersede those of earlier attempts"""
 
     @property
     def training(self) -> bool:
         return self.partition == "train"
 
     def seed_of(self, prompt: Prompt, sample: int) -> int:
-        """A held-out row is answered with the same seed in every evaluation; a drawn one with its draw's own."""
+        """Return the seed of an episode. A held-out row has the same seed in every evaluation; in training, every
+        draw of a row has its own."""
         which = (prompt.uid,) if self.training else (prompt.source, prompt.row)
         return derive_seed(self.seed, self.partition, *which, sample)
 
@@ -50,13 +51,13 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeDone:
-    """An episode whose rows are complete (or whose group failed while it was judged: the queue knows)."""
+    """An episode whose rows are complete, or whose group failed during scoring, as recorded in the queue."""
 
     key: EpisodeKey
     timings: dict[str, float]
     actions: int
     mass_cut: float
-    """mean over the actions"""
+    """mean over its actions"""
 
     @classmethod
     def of(cls, episode: Episode) -> EpisodeDone:
@@ -67,19 +68,19 @@ class EpisodeDone:
 
 
 class Rollouts(Protocol):
-    """Runs prompts, here or elsewhere. Their groups must be open."""
+    """Runs prompts, in this process or in others. Their groups must be open."""
 
     def run(self, order: RolloutRequest, prompts: Sequence[Prompt]) -> AsyncIterator[EpisodeDone | EpisodeFailure]:
-        """Outcomes as they come; the rows are in the queue, and failed groups are marked there."""
+        """Yield outcomes as episodes end. Their rows are in the queue, where failed groups are marked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Loops and scoring in this process."""
+    """Runs loops and scoring in this process."""
 
     worker: AgentLoopWorker
     scorer: Callable[[Want, bool], EpisodeScorer]
-    """what judges episodes, for a wish to teachers; True in training"""
+    """returns the scorer for a request to teachers; the second argument is True in training"""
 
     async def run(
         self, order: RolloutRequest, prompts: Sequence[Prompt]
@@ -105,13 +106,13 @@ class Rollout:
 
 
 def _versions(episode: Episode) -> set[int]:
-    """Weight versions of its actions."""
+    """Return the weight versions of its actions."""
     return {version for trajectory in episode.trajectories for version in trajectory.version.tolist()}
 
 
 @dataclass(slots=True)
 class EpisodeTimes:
-    """Timings of a step's episodes: mean, p95 and max of the whole, and the breakdown of the slowest."""
+    """Timings of a step's episodes: mean, p95 and maximum of the total, and the breakdown of the slowest."""
 
     episodes: list[EpisodeDone] = field(default_factory=list)
 
@@ -134,7 +135,7 @@ class EpisodeTimes:
         }
 
     def _mass_cut(self) -> float:
-        """Mean probability, over actions, that could not be drawn: beyond top-p and top-k, or a stop before
-        min_tokens."""
+        """Return the mean over actions of the probability that could not be drawn: outside top-p and top-k, or a stop
+        before min_tokens."""
         actions = sum(episode.actions for episode in self.episodes)
         return sum(episode.mass_cut * episode.actions for episode in self.episodes) / max(actions, 1)

@@ -1,6 +1,6 @@
-"""What happens when an episode ends: its rows enter the queue, judges are asked, and what they say is added.
+"""Score finished episodes: put their rows into the queue, ask the judges, and add the results.
 
-Every trajectory is scored, each on its own, while other episodes are still being generated.
+Every trajectory is scored separately, while other episodes are still being generated.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tutelage.errors import CannotJudge, UserError
 from tutelage.queue.contract import SampleQueue
 
 Judge = Callable[[Key, Prompt, Trajectory], Awaitable[dict[str, Tensor]]]
-"""Columns that a teacher or a reference adds to one trajectory."""
+"""Returns the columns that a teacher or the reference adds to one trajectory."""
 EpisodeJudge = Callable[[Episode], Awaitable[dict[str, Tensor]]]
-"""Row-span columns that a reward adds to every trajectory of an episode."""
+"""Returns the row-span columns that a reward adds to every trajectory of an episode."""
 PutTask = asyncio.Task[None]
-"""The rows of an episode are being put: columns can be added when it is done."""
+"""The task that puts the rows of an episode. Columns can be added when it is done."""
 
 
 @asynccontextmanager
 async def scoring_tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """Tasks that score episodes, all done at the end. A mistake of the user's comes out as itself, not in a group."""
+    """A task group for scoring. A UserError is raised as it is, not inside an exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -39,8 +39,10 @@ async def scoring_tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeScorer:
-    """Puts episodes into the queue and completes their rows. A judge that cannot judge fails the episode's group, with
-    its reason; nothing is made up in its place."""
+    """Puts episodes into the queue and completes their rows.
+
+    If a judge raises CannotJudge, the group of the episode fails with its reason.
+    """
 
     queue: SampleQueue
     judges: tuple[Judge, ...]
@@ -50,7 +52,7 @@ class EpisodeScorer:
         keys = [episode.key.trajectory(number) for number in range(len(episode.trajectories))]
         rows = list(zip(keys, episode.trajectories, strict=True))
         given = episode.rewarded.reward
-        stored = asyncio.create_task(self._store(rows, given, step))  # judges need not wait for the queue
+        stored = asyncio.create_task(self._store(rows, given, step))  # judges do not wait for the queue
         work = [self._judge(judge, key, episode.prompt, row, stored) for key, row in rows for judge in self.judges]
         work += [self._judge_episode(judge, episode, keys, stored) for judge in self.episode_judges]
         try:
@@ -65,7 +67,7 @@ class EpisodeScorer:
                 raise outcome
 
     async def _store(self, rows: list[tuple[Key, Trajectory]], reward: float | None, step: int) -> None:
-        """Rows share the reward that the loop gave their episode, if it gave one."""
+        """Put the rows of an episode. All of them get the reward that the loop set, if any."""
         given = {} if reward is None else {"reward": torch.tensor(reward, dtype=torch.float32)}
         for key, row in rows:
             await self.queue.put(key, {**row.columns(), **given}, _tags(row, step), of=len(rows))
@@ -83,7 +85,7 @@ class EpisodeScorer:
 
 
 async def _outcome(work: Coroutine[Any, Any, None]) -> Exception | None:
-    """Of the usual single judge, without a task of its own."""
+    """Await a single judge without a separate task, and return its error."""
     try:
         await work
     except Exception as error:
@@ -96,7 +98,7 @@ async def _outcomes(work: Sequence[Coroutine[Any, Any, None]]) -> list[BaseExcep
 
 
 def _tags(trajectory: Trajectory, step: int) -> dict[str, int | float | str]:
-    """What may be known of a row without its data."""
+    """Return the tags of a row, which can be read without its data."""
     return {
         "step": step,
         "finish": trajectory.finish,

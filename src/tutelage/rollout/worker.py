@@ -1,4 +1,4 @@
-"""Runs the episodes of all loops and modalities concurrently, and turns what goes wrong into a failure."""
+"""Run episodes of all loops and modalities concurrently, and turn errors into failed episodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Seed = Callable[[Prompt, int], int]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFailure:
-    """An episode whose loop raised."""
+    """An episode that failed, usually because its loop raised."""
 
     key: EpisodeKey
     prompt: Prompt
@@ -36,7 +36,7 @@ class _Raised:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoopWorker:
-    """Runs episodes; as many at the same time as it is asked to."""
+    """Runs episodes, all that are requested at the same time."""
 
     loops: Mapping[str, AgentLoop]
     default_loop: str
@@ -52,8 +52,10 @@ class AgentLoopWorker:
         finish: Callable[[Episode | EpisodeFailure], Awaitable[Outcome]],
         attempt: int = 0,
     ) -> AsyncGenerator[Outcome, None]:
-        """Run every prompt `samples` times; `finish` each episode when it ends, while others run, and yield the result.
-        The first error ends them all."""
+        """Run every prompt `samples` times, call `finish` on each episode when it ends, and yield the result.
+
+        The first error cancels all episodes.
+        """
         finished: asyncio.Queue[Outcome | _Raised] = asyncio.Queue()
 
         async def one(prompt: Prompt, sample: int) -> None:
@@ -78,7 +80,7 @@ class AgentLoopWorker:
     async def run(
         self, prompt: Prompt, key: EpisodeKey, sampling: Sampling | DiffusionSampling, seed: int
     ) -> Episode | EpisodeFailure:
-        """A mistake of the user (`UserError`) stops the run; any other error of a loop fails its episode."""
+        """Run one episode. A UserError stops the run; any other error of the loop fails the episode."""
         name = prompt.agent_loop or self.default_loop
         context = self.kind.context(key, seed, sampling, str(prompt))
         try:
@@ -103,7 +105,7 @@ def _cancelled() -> bool:
 
 
 def _check(episode: Episode, name: str) -> None:
-    """Refuse what a user's loop may get wrong before it reaches the queue."""
+    """Check the episode of a user's loop before it reaches the queue."""
     if not episode.trajectories:
         raise ValueError(f"loop {name!r} returned an episode without trajectories")
     count = len(episode.trajectories)

@@ -3,8 +3,8 @@
 client (each process) ──Acquire, Release──► server (coordinator): a LocalLoadBalancer for the student, each teacher and
 client (each process) ◄──Lease───────────      the reference; leases come at once, or when a replica has room
 
-A client has one message under way at a time. What its routers send meanwhile is collected into the next message, so the
-cost per request falls as the number of requests grows.
+A client sends one message at a time. Requests that its routers make meanwhile are collected into the next message, so
+the cost per request falls as the number of requests grows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""From a trajectory to teacher columns: choose the teacher, give it its own context, align what it says.
+"""Score trajectories with teachers: choose the teacher, build its context, and align its scores to the actions.
 
     student   S U  a b        mask  0 0 1 1
     teacher   P P' U'  a b    spans (3, 5)
 
-A teacher with a system prompt of its own reads the same actions after another context. The actions are the trajectory's
-token ids from the first action on, unchanged, so that score i belongs to action i whatever stands before.
+A teacher with its own system prompt reads the same actions after a different context. The trajectory's token ids from
+the first action on are unchanged, so score i belongs to action i whatever the context is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tutelage.teachers.pool import TeacherPool
 
 
 class Renderer(Protocol):
-    """What a teacher's own context needs of its tokenizer."""
+    """The tokenizer functions that a teacher's own context needs."""
 
     def render(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -35,28 +35,28 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResidentTeacher:
-    """One teacher as the client knows it."""
+    """One teacher, as the client uses it."""
 
     pool: TeacherPool
     index: int
-    """its number among the run's teachers: the value of column teacher_index"""
+    """its number among the teachers of the run: the value of column teacher_index"""
     renderer: Renderer | None = None
-    """of a teacher that reads text with a system prompt of its own"""
+    """its tokenizer, if it reads text with its own system prompt"""
     system_prompt: str | None = None
-    """seen by the teacher alone; {column} stands for a column of the row"""
+    """a system prompt for the teacher only; {column} is replaced by a column of the row"""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherClient:
-    """Asynchronous scoring with routing by sample."""
+    """Scores trajectories asynchronously. Each sample is routed to its teacher."""
 
     teachers: Mapping[str, ResidentTeacher]
     column: str | None
-    """column of the prompt's row that names its teacher"""
+    """column of a row that names its teacher"""
     deadline: float | None = None
 
     def route(self, prompt: Prompt) -> str:
-        """Name of the teacher of this row."""
+        """Return the name of the teacher of this row."""
         if self.column is None:
             return next(iter(self.teachers))
         name = prompt.columns.get(self.column)
@@ -67,7 +67,7 @@ class TeacherClient:
         return name
 
     async def score(self, key: Key, prompt: Prompt, trajectory: Trajectory, want: Want) -> dict[str, Tensor]:
-        """Teacher columns of one trajectory, aligned to its actions."""
+        """Return the teacher columns of one trajectory, aligned to its actions."""
         name = self.route(prompt)
         teacher = self.teachers[name]
         if want.step_mean:
@@ -78,7 +78,7 @@ class TeacherClient:
         if want.given and ids is None:
             raise UserError(
                 f"{key}: payloads student_top_k and union need the student's own top k, which this trajectory does not "
-                "carry: its loop must hand on Generation.top_ids as the column student_topk_ids"
+                "carry: its loop must pass Generation.top_ids on as the column student_topk_ids"
             )
         request = ScoreRequest(key, tokens, spans, want, name, self.deadline, ids if want.given else None)
         scores = await teacher.pool.score(request)
@@ -88,7 +88,7 @@ class TeacherClient:
 def align(
     teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory
 ) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """The ids that the teacher reads, and where the student's actions stand in them."""
+    """Return the ids that the teacher reads, and the spans of the student's actions in them."""
     spans = runs(trajectory.mask)
     if teacher.system_prompt is None:
         return trajectory.tokens, tuple(spans)
@@ -99,7 +99,7 @@ def align(
 
 
 def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory) -> list[int]:
-    """The prompt as a teacher with a system prompt of its own reads it."""
+    """Return the token ids of the prompt for a teacher with its own system prompt."""
     assert teacher.renderer is not None
     words = own_words(teacher, prompt, trajectory.context)
     return teacher.renderer.encode(words) if isinstance(words, str) else teacher.renderer.render(words)
@@ -108,7 +108,10 @@ def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory
 def own_words(
     teacher: ResidentTeacher, prompt: Prompt, context: Sequence[Message] | None = None
 ) -> str | list[Message]:
-    """The same before it is tokenised: a text, or messages with those of `context` in place of the prompt's."""
+    """Return the prompt of `own_context` before it is tokenised: a text, or messages.
+
+    The messages of `context` replace those of the prompt.
+    """
     assert teacher.system_prompt is not None
     columns = {**prompt.columns, "ground_truth": prompt.ground_truth}
     where = f"{prompt}: the system prompt of teacher {teacher.pool.name!r}"
@@ -129,7 +132,7 @@ def own_words(
 def _step_request(
     key: Key, prompt: Prompt, trajectory: Trajectory, want: Want, route: str, deadline: float | None
 ) -> StepScoreRequest:
-    """The trained denoising steps of a trajectory, as the student's sampler took them."""
+    """Build the request for the trained denoising steps of a trajectory, with the student's sampler settings."""
     extra, mask = trajectory.extra, trajectory.mask
     after = torch.cat([extra["sigmas"][1:], torch.zeros(1)])
     sampler: dict[str, Any] = {
@@ -151,7 +154,7 @@ def _step_request(
 
 
 def runs(mask: Tensor) -> list[tuple[int, int]]:
-    """Half-open runs of true values."""
+    """Return the half-open spans of consecutive true values."""
     values = mask.numpy().tobytes()  # searching bytes is faster than a handful of tensor operations
     found = []
     start = values.find(1)

@@ -1,4 +1,4 @@
-"""What a payload asks of a teacher. The table of payloads is `config.objectives.PAYLOADS`."""
+"""Convert payloads to requests for teachers. The table of payloads is `config.objectives.PAYLOADS`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tutelage.engines.contract import Want
 
 
 def want(payload: PayloadName, top_k: int) -> Want:
-    """What to ask for at every action, so that the columns of this payload arrive."""
+    """Return what to request at every action to get the columns of this payload."""
     known = PAYLOADS[payload]
     return Want(
         sampled=known.sampled,

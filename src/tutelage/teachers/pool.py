@@ -1,4 +1,4 @@
-"""Resident teachers: replicas that live from construction to shutdown and do nothing but score."""
+"""Resident teachers: replicas that stay loaded from construction to shutdown and only score."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Scorer(Protocol):
     """The part of the engine contract that a teacher uses."""
 
     async def score(self, request: AnyScoreRequest) -> Scores:
-        """A ScoreRequest of text, or a StepScoreRequest of denoising steps: whichever it was made for."""
+        """Score a ScoreRequest (text) or a StepScoreRequest (denoising steps), depending on the teacher."""
 
 
 class TeacherPool:
-    """The replicas of one teacher behind a router. No sleep, no wake: they are up as long as the pool is."""
+    """The replicas of one teacher behind a router. They stay loaded as long as the pool exists."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class TeacherPool:
         balancer: LoadBalancer | None = None,
         deadline: float | None = None,
     ) -> None:
-        """`balancer` and `deadline` are those of the `Router`."""
+        """`balancer` and `deadline` are passed to the `Router`."""
         self.name = name
         self.router = Router(f"teacher {name!r}", replicas, balancer, deadline)
 
     async def score(self, request: AnyScoreRequest) -> Scores:
-        """Answered by one replica; a failing one's requests go to the others."""
+        """Score a request on one replica. If it fails, the request goes to the others."""
 
         async def ask(replica: Scorer) -> Scores:
             if request.deadline is None:

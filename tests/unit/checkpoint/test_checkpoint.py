@@ -111,7 +111,7 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(store: Checkpo
         "m": torch.empty(2, device="meta"),
         "__metadata__": torch.ones(1),
     }
-    with pytest.raises(ValueError, match=r"'c' has dtype(.|\n)*'m' is no dense tensor(.|\n)*__metadata__"):
+    with pytest.raises(ValueError, match=r"'c' has dtype(.|\n)*'m' is not a dense tensor(.|\n)*__metadata__"):
         store.save(1, {"model": bad}, {})
     with pytest.raises(ValueError, match="file name"):
         store.save(1, {"../model": {}}, {})
@@ -263,7 +263,7 @@ def test_state_cannot_point_outside_the_checkpoint(store: CheckpointStore, monke
     path = store.save(5, content(5), {})
     monkeypatch.setattr("tutelage.checkpoint.store._crc_of", lambda body: 0)
     edit_state(path, crc32="00000000", files={"../../secret": {"size": 1, "crc32": 0}})
-    with pytest.raises(CheckpointError, match="does not serve as a file name"):
+    with pytest.raises(CheckpointError, match="is not a valid file name"):
         load(path)
 
 
@@ -343,7 +343,7 @@ def test_other_errors_of_the_file_system_are_explained(store: CheckpointStore, m
     store.save(5, content(5), {})
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", broken)
-        with pytest.raises(CheckpointError, match=r"Input/output error.*Put that right"):
+        with pytest.raises(CheckpointError, match=r"Input/output error.*Fix this"):
             store.save(10, content(10), {})
     assert names(store) == ["step-000005"]
 

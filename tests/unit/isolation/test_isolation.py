@@ -203,9 +203,9 @@ def test_the_environment_of_the_run_cannot_be_read_in_proc(plugin: str, network:
 @pytest.mark.parametrize(
     ("text", "settings", "outcome", "why"),
     [
-        ("eat", {"memory_gb": 0.2}, "too_much_memory", "GB of memory, allowed are 0.2; rewards.own.memory_gb sets"),
-        ("apart 60", {"memory_gb": 0.2}, "too_much_memory", "GB of memory, allowed are 0.2; rewards.own.memory_gb"),
-        ("breed", {"processes": 8}, "too_many_processes", "processes, allowed are 8; rewards.own.processes sets"),
+        ("eat", {"memory_gb": 0.2}, "too_much_memory", "GB of memory, the limit is 0.2; rewards.own.memory_gb sets"),
+        ("apart 60", {"memory_gb": 0.2}, "too_much_memory", "GB of memory, the limit is 0.2; rewards.own.memory_gb"),
+        ("breed", {"processes": 8}, "too_many_processes", "processes, the limit is 8; rewards.own.processes sets"),
         ("flood", {"output_mb": 0.1}, "too_much_output", "printed more than 0.1 MB in a second"),
         ("babble 100", {}, "too_much_output", "it sent a message of 1099511627776 bytes"),
         ("babble 9000000", {}, "too_much_output", "it sent a message of 1099511627776 bytes"),

@@ -63,15 +63,15 @@ def test_plans_are_drawn_for_text_only(tmp_path: Path) -> None:
 
 def test_a_loop_that_writes_is_refused_where_the_student_paints() -> None:
     context = DiffusionEpisodes(nowhere).context(KEY, 0, DiffusionSampling(4, 8, 8), str(PROMPT))
-    with pytest.raises(UserError, match="this loop writes, but the student of the run paints"):
+    with pytest.raises(UserError, match="this loop generates text, but the student is a diffusion model"):
         context.render(PROMPT)
-    with pytest.raises(UserError, match="this loop writes, but the student of the run paints"):
+    with pytest.raises(UserError, match="this loop generates text, but the student is a diffusion model"):
         asyncio.run(context.generate(torch.tensor([1])))
 
 
 def test_a_loop_that_paints_is_refused_where_the_student_writes() -> None:
     context = TextEpisodes(SafeTokenizer(tiny.tokenizer()), 100, nowhere).context(KEY, 0, Sampling(), str(PROMPT))
-    with pytest.raises(UserError, match="this loop paints, but the student of the run writes"):
+    with pytest.raises(UserError, match="this loop generates images or video, but the student is a language model"):
         asyncio.run(context.paint("a cat"))
 
 

@@ -186,7 +186,7 @@ def test_refusals_say_why() -> None:
         flow.step(x, v, sigma, after, kind="sde", noise_level=0.0, noise=z)
     with pytest.raises(ValueError, match=r"row 1 took a deterministic step"):
         flow.log_prob(x, x, torch.tensor([0.1, 0.0]))
-    with pytest.raises(ValueError, match="give it noise"):
+    with pytest.raises(ValueError, match="pass noise"):
         flow.step(x, v, sigma, after, kind="sde", noise_level=0.7)
     with pytest.raises(ValueError, match=r"latents are torch.bfloat16, expected torch.float32"):
         flow.step(x.bfloat16(), v, sigma, after, kind="ode")

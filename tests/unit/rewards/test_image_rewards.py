@@ -280,7 +280,7 @@ def test_nobody_listens_is_a_failure() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     url = f"http://127.0.0.1:{server.server_address[1]}"
     server.server_close()
-    with pytest.raises(RuntimeError, match="could not be asked"):
+    with pytest.raises(RuntimeError, match="could not be reached"):
         http_scorer(Answer("echo", "{}"), url=url)
 
 

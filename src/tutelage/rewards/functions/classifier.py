@@ -1,12 +1,12 @@
-"""What an image shows, according to a small classifier that runs in numpy.
+"""Score images with a small classifier that runs in numpy.
 
-A classifier is a directory with model.safetensors, of one of two kinds:
+A classifier is a directory with model.safetensors of one of two kinds:
 
     layers   `0.weight` [width, pixels], `0.bias`, `1.weight`, …: linear layers with ReLU between them
     kernel   `vectors` [vectors, pixels], `weight` [classes, vectors], `bias` [classes], `gamma`: support vector
              machines, scores = weight · e^(−gamma·|vectors − x|²) + bias
 
-Both take the pixels of the image in order, from 0 to 1.
+Both take the flattened pixels of the image, scaled to [0, 1].
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def check_options(*, model: str, value: str = "probability") -> None:
 
 @register_reward("classifier", check=check_options)
 def classifier(answer: Answer, *, model: str, value: Literal["probability", "correct"] = "probability") -> float:
-    """How sure the classifier is that the image shows the class that the ground truth names by its number.
+    """The classifier's confidence that the image shows the class whose number is the ground truth.
 
     model: the directory of the classifier.
-    value: the class's probability, or correct: 1 if it is the likeliest class, else 0.
+    value: `probability` of the class, or `correct`: 1 if it is the most likely class, else 0.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""How small or large the image is as a JPEG file: rewards without a model, for first experiments."""
+"""Rewards for the size of the image as a JPEG file. They need no model, which makes them useful for first tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ QUALITY = 95
 
 @register_reward("jpeg_compressibility")
 def jpeg_compressibility(answer: Answer) -> float:
-    """Minus the size of the JPEG file (quality 95) in kilobytes: smooth images are better."""
+    """The negative size of the JPEG file (quality 95) in kilobytes: favours smooth images."""
     return -jpeg_incompressibility(answer)
 
 
 @register_reward("jpeg_incompressibility")
 def jpeg_incompressibility(answer: Answer) -> float:
-    """The size of the JPEG file (quality 95) in kilobytes: images full of detail are better."""
+    """The size of the JPEG file (quality 95) in kilobytes: favours detailed images."""
     return len(file_bytes(answer, "JPEG", quality=QUALITY)) / 1000

@@ -1,4 +1,4 @@
-"""The answer is the ground truth, letter by letter."""
+"""Compare the answer with the ground truth, character by character."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def check_options(*, strip: bool = True, ignore_case: bool = False) -> None:
 
 @register_reward("exact_match", check=check_options)
 def exact_match(answer: Answer, *, strip: bool = True, ignore_case: bool = False) -> float:
-    """1 if the text equals the ground truth, or one of them where the ground truth is a list; else 0.
+    """1 if the text equals the ground truth, or one of its entries if it is a list; else 0.
 
-    strip: white space around the text and the ground truth does not count.
-    ignore_case: upper and lower case are the same.
+    strip: ignore white space around the text and the ground truth.
+    ignore_case: ignore the difference between upper and lower case.
     """
 
     def plain(text: str) -> str:

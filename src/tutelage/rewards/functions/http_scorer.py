@@ -1,11 +1,11 @@
-"""The score comes from a service of the user's own, over HTTP.
+"""Get the score from an HTTP service of the user.
 
 Request (POST, JSON):   {"prompt": …, "text": …, "ground_truth": …, "image": base64 of a PNG file, or null}
-Answer (200, JSON):     {"score": number}
+Response (200, JSON):   {"score": number}
 
-Anything else (another status, no connection, something that is not such an object or longer than a megabyte) is a
-failure, never a score of 0. A service that does not answer within the reward's timeout is one too. So is a redirect:
-it would be followed by a GET that does not carry the answer, perhaps to another host.
+Everything else is a failure, never a score of 0: another status, no connection, a response in another form or of more
+than a megabyte, or none within the reward's timeout. A redirect is a failure too, because it would be followed by a GET
+without the answer, possibly to another host.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tutelage.rewards.contract import Answer, register_reward
 from tutelage.rewards.functions.images import file_bytes
 
 _LONGEST = 1 << 20
-"""Bytes that an answer may have."""
+"""Maximum number of bytes of a response."""
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it is an error like any other status."""
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Does not follow redirects, so that they are errors like any other status."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
 
 
-_open = urllib.request.build_opener(_Stay).open
+_open = urllib.request.build_opener(_NoRedirect).open
 
 
 def check_options(*, url: str) -> None:
@@ -43,7 +43,7 @@ def check_options(*, url: str) -> None:
 
 @register_reward("http_scorer", check=check_options)
 def http_scorer(answer: Answer, *, url: str) -> float:
-    """What the service at `url` answers."""
+    """The score that the service at `url` returns."""
     image = None if answer.media is None else base64.b64encode(file_bytes(answer, "PNG")).decode()
     asked = {"prompt": answer.prompt, "text": answer.text, "ground_truth": answer.ground_truth, "image": image}
     request = urllib.request.Request(
@@ -62,7 +62,7 @@ def http_scorer(answer: Answer, *, url: str) -> float:
             ) from None
         raise RuntimeError(f"{url} answered with status {error.code}: {said!r}") from None
     except (OSError, HTTPException) as error:
-        raise RuntimeError(f"{url} could not be asked: {error}") from error
+        raise RuntimeError(f"{url} could not be reached: {error}") from error
     if len(content) > _LONGEST:
         raise RuntimeError(f'{url} answered with more than {_LONGEST} bytes, expected JSON like {{"score": 0.5}}')
     return _score(content, url)

@@ -1,6 +1,6 @@
-"""What rewards of images share: from the bytes of an answer to an array, a picture, a file.
+"""Convert the image of an answer to an array, a Pillow image or a file.
 
-numpy and Pillow are imported when the first image is judged: workers of text rewards start without them.
+numpy and Pillow are imported when the first image is scored, so that workers of text rewards start without them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pixels(answer: Answer) -> NDArray[np.uint8]:
-    """uint8 [channels, height, width] of the one image that the answer is."""
+    """Return the image of the answer as uint8 [channels, height, width]."""
     import numpy as np
 
     if answer.media is None:
@@ -30,7 +30,7 @@ def pixels(answer: Answer) -> NDArray[np.uint8]:
 
 
 def picture(answer: Answer) -> Image:
-    """The image for Pillow: gray or RGB."""
+    """Return the image as a Pillow image, gray or RGB."""
     from PIL import Image
 
     channels = pixels(answer)
@@ -40,7 +40,7 @@ def picture(answer: Answer) -> Image:
 
 
 def file_bytes(answer: Answer, kind: str, **options: Any) -> bytes:
-    """The image as a file of that kind: PNG, JPEG."""
+    """Return the image encoded as a file of that format: PNG or JPEG."""
     stream = io.BytesIO()
     picture(answer).save(stream, kind, **options)
     return stream.getvalue()

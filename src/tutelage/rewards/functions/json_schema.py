@@ -1,6 +1,6 @@
-"""The answer is JSON that a schema accepts.
+"""Validate the answer against a JSON schema.
 
-`jsonschema` is imported on first use: workers that do not need it start without it.
+`jsonschema` is imported on first use, so that workers that do not need it start without it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def json_schema(answer: Answer, *, schema: Any = None, schema_column: str | None
 
 
 def parse_json(text: str) -> Any:
-    """The JSON document that the text is, or that its last closed ``` fence holds. NotJson if there is none."""
+    """Parse the whole text as JSON, or else its last closed ``` fence. Raises NotJson if neither is JSON."""
     fenced = _last_fence(text)
     for candidate in [text] if fenced is None else [text, fenced]:
         try:
@@ -56,7 +56,7 @@ def parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is Python's, not JSON's")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _last_fence(text: str) -> str | None:
@@ -86,7 +86,7 @@ def _from_column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _validator(schema: Any, where: str) -> Any:
-    """A validator that never goes to the network. ValueError if the schema is not one."""
+    """Return a validator that does not use the network. Raises ValueError if the schema is invalid."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for

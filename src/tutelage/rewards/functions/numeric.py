@@ -1,13 +1,13 @@
-r"""The answer is a number, however it is written.
+r"""Compare the number in the answer with the ground truth, in any common notation.
 
-The number that counts is, in this order:
+The number of a text is the first of these that exists:
 
-1. the one in the last \boxed{…} or after the last ####, whichever comes later;
-2. the one on the line that follows the last "answer is";
+1. the number in the last \boxed{…} or after the last ####, whichever comes later;
+2. the number on the line that follows the last "answer is";
 3. the last number of the text.
 
-Where a marked line holds an equation, its right-hand side counts: "the answer is 3 * 4 = 12" is 12. Numbers are
-compared as exact fractions: 0.1 is one tenth, and 1/3 is not 0.333 unless a tolerance says so. Nothing is evaluated.
+If a marked line contains an equation, its right-hand side counts: "the answer is 3 * 4 = 12" is 12. Numbers are
+compared as exact fractions: 0.1 is one tenth, and 1/3 equals 0.333 only with a tolerance. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from tutelage.rewards.contract import Answer, register_reward
 
 LONGEST = 400
-"""Characters that one number may have: what a model writes must not turn into minutes of arithmetic."""
+"""Maximum number of characters of a number, so that a model's output cannot cause minutes of arithmetic."""
 
 _NUMBER = re.compile(
     r"""
@@ -52,9 +52,9 @@ class Number:
     """A number as it was written."""
 
     value: Fraction
-    """without regard to the percent sign"""
+    """its value without the percent sign"""
     percent: bool = False
-    """a percent sign follows"""
+    """whether a percent sign follows"""
 
 
 def check_options(*, tolerance: float = 0.0) -> None:
@@ -66,12 +66,12 @@ def check_options(*, tolerance: float = 0.0) -> None:
 
 @register_reward("numeric", check=check_options)
 def numeric(answer: Answer, *, tolerance: float = 0.0) -> float:
-    """1 if the answer's number is the ground truth's, else 0; no number is a wrong answer.
+    """1 if the number of the answer equals that of the ground truth, else 0. An answer without a number is wrong.
 
-    tolerance: largest absolute difference that still counts as equal.
+    tolerance: largest absolute difference that counts as equal.
 
-    A percentage equals the number before the sign and its hundredth alike (50% is 50, and 50% is 0.5); two
-    percentages are compared as they are.
+    A percentage equals both the number before the sign and a hundredth of it (50% equals 50 and 0.5). Two percentages
+    are compared directly.
     """
     truth = _truth(answer.ground_truth)
     found = find_number(answer.text)
@@ -82,7 +82,7 @@ def numeric(answer: Answer, *, tolerance: float = 0.0) -> float:
 
 
 def find_number(text: str) -> Number | None:
-    """The number that the text gives as its answer; None if there is none."""
+    """Return the number that the text gives as its answer; None if there is none."""
     marked = _explicit(text)
     if marked is not None:
         return _first(marked)
@@ -92,7 +92,7 @@ def find_number(text: str) -> Number | None:
 
 
 def _readings(found: Number, truth: Number) -> list[tuple[Fraction, Fraction]]:
-    """Pairs of values of which one must agree."""
+    """Return the pairs of values to compare. The numbers are equal if one pair agrees."""
     pairs = [(found.value, truth.value)]
     if found.percent and not truth.percent:
         pairs.append((found.value / 100, truth.value))
@@ -114,7 +114,7 @@ def _truth(ground_truth: Any) -> Number:
 
 
 def _explicit(text: str) -> str | None:
-    """What the last closed box or the last #### marks, whichever comes later."""
+    """Return the text marked by the last closed box or the last ####, whichever comes later."""
     hashes = text.rfind("####")
     start, end = _last_box(text)
     if start > hashes:
@@ -123,7 +123,7 @@ def _explicit(text: str) -> str | None:
 
 
 def _last_box(text: str) -> tuple[int, int]:
-    """Where the content of the last closed box starts and ends; -1 if there is none. One pass over the braces."""
+    """Return the start and end of the content of the last closed box, or -1 for both, in one pass over the braces."""
     boxes = {box.end() - 1 for box in _BOX.finditer(text)}
     opened: list[int] = []
     last = (-1, -1)
@@ -136,12 +136,12 @@ def _last_box(text: str) -> tuple[int, int]:
 
 
 def _line(text: str) -> str:
-    """The first line that is more than white space and punctuation."""
+    """Return the first line that is more than white space and punctuation."""
     return next((line for line in text.splitlines() if re.search(r"\w", line)), "")
 
 
 def _first(marked: str) -> Number | None:
-    """The first number after the last equals sign, or before it if nothing follows."""
+    """Return the first number after the last equals sign, or before it if no number follows."""
     for part in reversed(marked.split("=")):
         tidy = re.sub(r"^([-+\u2212])\s+", r"\1", part.strip(" \t$*:_`\"'"))
         number = next((number for number in map(_parsed, _NUMBER.finditer(_plain_notation(tidy))) if number), None)
@@ -164,7 +164,7 @@ def _plain_notation(text: str) -> str:
 
 
 def _parsed(match: re.Match[str]) -> Number | None:
-    """The value of one match; None for what is too long or divides by zero."""
+    """Return the value of a match; None if it is too long or divides by zero."""
     if len(match[0]) > LONGEST:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The text that can be read in the image, by a real OCR model (rapidocr, an optional extra)."""
+"""Compare the text in the image with the ground truth, using an OCR model (rapidocr, an optional extra)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def check_options() -> None:
 
 @register_reward("ocr", check=check_options)
 def ocr(answer: Answer) -> float:
-    """1 if the image reads as the ground truth, less for each wrong letter, down to 0; case and spaces do not count.
+    """1 if the image shows the ground truth, less for each wrong letter, down to 0. Case and spaces are ignored.
 
-    Letters need about 16 pixels of height; an image takes half a second to a second.
+    Letters must be about 16 pixels high; an image takes half a second to a second.
     """
     if not isinstance(answer.ground_truth, str) or not _plain(answer.ground_truth):
         raise ValueError(f"the ground truth must be the text to be read, got {answer.ground_truth!r}")
@@ -29,7 +29,7 @@ def ocr(answer: Answer) -> float:
 
 
 def read(answer: Answer) -> str:
-    """All lines of text in the image."""
+    """Return all lines of text in the image."""
     import numpy as np
 
     found = _reader()(np.asarray(picture(answer).convert("RGB"))[:, :, ::-1])
@@ -42,7 +42,7 @@ def _reader() -> Any:
 
 
 def similarity(text: str, truth: str) -> float:
-    """1 − edits needed to turn the text into the truth, over the truth's length; at least 0."""
+    """Return 1 − edit distance between text and truth, divided by the length of the truth; at least 0."""
     text, truth = _plain(text), _plain(truth)
     row = list(range(len(truth) + 1))
     for i, letter in enumerate(text, start=1):

@@ -1,4 +1,4 @@
-"""The answer has a form that regular expressions describe."""
+"""Match the answer against regular expressions."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def check_options(*, patterns: str | Sequence[str], whole: bool = False, require
 def pattern(
     answer: Answer, *, patterns: str | Sequence[str], whole: bool = False, require: Literal["all", "any"] = "all"
 ) -> float:
-    """1 if the text matches, else 0. The ground truth plays no part.
+    """1 if the text matches, else 0. The ground truth is not used.
 
-    patterns: one regular expression or several; flags are written inside, such as `(?is)` for ignoring case and a dot
-    that matches line ends.
-    whole: the expression must match the text from start to end; otherwise somewhere in it.
-    require: all of the patterns, or any.
+    patterns: one or more regular expressions. Flags are written inline: `(?is)` ignores case and lets a dot match line
+    ends.
+    whole: the pattern must match the whole text; by default, it may match anywhere.
+    require: whether `all` patterns must match, or `any` of them.
     """
     find = re.fullmatch if whole else re.search
     found = (find(each, answer.text) is not None for each in _listed(patterns))

@@ -1,7 +1,7 @@
-"""Whether a picture shows the coloured shape that was asked for, and how much of a grid is painted over it.
+"""Rewards for toy images: whether an image shows the requested coloured shape, and how strong its grid artefact is.
 
-Both look at pixels and nothing else. A shape is 7×7 pixels, in one colour on gray; the ground truth names colour, shape
-and place, such as `red ring top-left`.
+Both use only pixels. A shape is 7×7 pixels, in one colour on gray; the ground truth names colour, shape and place, such
+as `red ring top-left`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ SHAPES = {
 """rows of 7 pixels"""
 _SIDE = 7
 _ENOUGH = 0.5
-"""overlap above which a shape counts as recognised; the most alike two, square and cross, overlap by 0.67"""
+"""overlap above which a shape is recognised; the two most similar shapes, square and cross, overlap by 0.67"""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a picture shows."""
+    """What an image shows."""
 
     colour: str
     shape: str | None
-    """None if no shape overlaps enough with what stands out"""
+    """None if no shape overlaps enough with the foreground"""
     place: str
 
 
 @register_reward("shapes")
 def shapes(answer: Answer, *, strict: bool = False) -> float:
-    """How much of the ground truth the picture shows: a third each for the right colour, shape and place.
+    """The share of the ground truth that the image shows: a third each for the right colour, shape and place.
 
     strict: 1 if all three are right, else 0.
     """
@@ -64,16 +64,16 @@ def shapes(answer: Answer, *, strict: bool = False) -> float:
 
 @register_reward("grid_artefact")
 def grid_artefact_of(answer: Answer, *, patch: int = 4) -> float:
-    """`grid_artefact` of the picture: to be logged with weight 0, or held down with a negative weight."""
+    """The grid artefact of the image. Log it with weight 0, or reduce it with a negative weight."""
     return grid_artefact(pixels(answer), patch)
 
 
 def recognise(image: NDArray[np.uint8]) -> Seen | None:
-    """What the picture, uint8 [3, height, width], shows; None if nothing stands out from the background.
+    """Recognise the shape in an image, uint8 [3, height, width]; None if there is no foreground.
 
-    A pixel stands out if it is nearer to one of the colours than to the background. The shape is the one that, at its
-    best position, shares most with the pixels that stand out (intersection over union), so speckles, a second shape
-    and half a shape all count against it. Its centre gives the place, the mean of what stands out the colour.
+    A pixel is foreground if it is nearer to one of the colours than to the background. The shape is the one that, at
+    its best position, overlaps most with the foreground (intersection over union), so noise, a second shape or a
+    partial shape reduce the overlap. The place is that of the shape's centre, the colour that of the foreground's mean.
     """
     import numpy as np
 
@@ -101,12 +101,12 @@ def recognise(image: NDArray[np.uint8]) -> Seen | None:
 
 
 def grid_artefact(image: NDArray[np.uint8], patch: int = 4) -> float:
-    """How strong the pattern is that repeats in every patch of the picture, uint8 [channels, height, width].
+    """Measure the pattern that repeats in every patch of an image, uint8 [channels, height, width].
 
-    A transformer paints patch by patch, and reinforcement that nothing holds back lets it print the same pattern into
-    each. The typical patch is the median over all patches, pixel by pixel: a shape in less than half of them does not
-    change it, nor does noise, which has no favourite pixel. The answer is that patch's standard deviation around its
-    own mean, from 0 (flat) to 0.5 (black and white).
+    A transformer generates images in patches, and unconstrained reinforcement can make it repeat the same pattern in
+    each. The typical patch is the pixel-wise median over all patches: a shape in less than half of them does not change
+    it, nor does noise. The result is the standard deviation of the typical patch around its mean, from 0 (flat) to
+    0.5 (black and white).
     """
     import numpy as np
 
@@ -120,7 +120,7 @@ def grid_artefact(image: NDArray[np.uint8], patch: int = 4) -> float:
 
 @lru_cache(maxsize=4)
 def _masks(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Every shape at every position, float32 [shapes · positions, pixels], and their areas."""
+    """Return every shape at every position, float32 [shapes · positions, pixels], and their areas."""
     import numpy as np
 
     masks = np.zeros((len(SHAPES), height - _SIDE + 1, width - _SIDE + 1, height, width), np.float32)

@@ -1,10 +1,10 @@
-"""Rewards in worker processes that are isolated and can be killed.
+"""Run rewards in isolated worker processes that can be killed.
 
-A reward that hangs, even inside a regular expression that never lets go of the interpreter, loses its process when its
-timeout passes; so does one that passes a limit of memory, processes or output. A new process takes its place; answers
-that wait for one are not affected, and their clocks start only when their reward does.
+The process of a reward is killed when the reward exceeds its timeout, even inside a regular expression that never
+releases the interpreter, or exceeds a limit of memory, processes or output. A new process replaces it. Answers that
+wait are not affected: their timeouts start when their rewards start.
 
-Rewards that may see and use the same things share a process; the others have processes of their own.
+Rewards with the same isolation share processes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tutelage.rewards.processes import wire
 from tutelage.rewards.processes.process import START_DEADLINE, WorkerLost, WorkerProcess, launch
 
 BEGIN_DEADLINE = 60.0
-"""Seconds until an idle worker must have read an answer and begun to judge it."""
+"""Seconds within which an idle worker must read an answer and start its first reward."""
 
 CLOSED = "the reward pool is closed"
 
 ATTEMPTS = 3
-"""Workers that may die with an answer in hand before its first reward has begun."""
+"""Number of workers that may die on an answer before its first reward has started."""
 
 AHEAD = 8
-"""Answers that a worker has at hand at once if there is no other who could judge them: it goes from one to the next
-without waiting for the pool. Among several workers each has one, so that none waits behind a slow one."""
+"""Answers that are sent ahead to a single worker, so that it continues without waiting for the pool. With several
+workers, each has one answer at a time, so that no answer waits behind a slow one."""
 
 
 Counted = Literal[
@@ -48,50 +48,50 @@ Counted = Literal[
     "died",
     "restarted",
 ]
-"""What became of answers (each is in one of them), and, last, workers that were replaced, whatever the reason."""
+"""The outcomes of answers (each answer has one), and, last, the number of workers that were replaced."""
 
 LIMITS: dict[str, tuple[Counted, str]] = {
     "memory": ("too_much_memory", "memory_gb"),
     "processes": ("too_many_processes", "processes"),
     "output": ("too_much_output", "output_mb"),
 }
-"""By the guard's name of a limit: where an answer whose reward passes it is counted, and the setting that raises it."""
+"""For each limit of the guard: the outcome of an answer whose reward exceeds it, and the setting of the limit."""
 
 
 class _Failed(Exception):
-    """A reward did not yield a value."""
+    """A reward did not return a value."""
 
     def __init__(self, outcome: Counted, message: str, *, at_rest: bool = False) -> None:
         super().__init__(message)
         self.outcome: Counted = outcome
         self.at_rest = at_rest
-        """the worker said so itself and waits for the next answer"""
+        """the worker itself reported the failure, and is ready for the next answer"""
 
 
 class _NotBegun(Exception):
-    """The worker was lost before it began: nobody's fault, another one may try."""
+    """The worker was lost before it started on the answer, so another worker may try."""
 
     def __init__(self, *, behind: bool) -> None:
         super().__init__()
         self.behind = behind
-        """it was lost to an answer before this one"""
+        """the worker was lost to an earlier answer"""
 
 
-class _Seat:
-    """The place of one process; when a worker is gone, the next one takes it."""
+class _Slot:
+    """Holds one worker; a worker that is lost is replaced by a new one."""
 
     def __init__(self, worker: asyncio.Task[WorkerProcess]) -> None:
         self.worker = worker
 
 
 class RewardPool:
-    """Judges answers with every reward of a run.
+    """Scores answers with all rewards of a run.
 
     async with RewardPool({"right": RewardSpec("numeric")}, processes=2) as pool:
         judgement = await pool.score(Answer("What is 6 times 7?", "It is 42.", ground_truth="42"))
 
-    `processes`: of each isolation that the rewards ask for. `seed`: of the run; what a reward draws at random depends
-    on it and on the answer alone.
+    `processes` is the number of processes for each isolation that the rewards need. `seed` is that of the run; the
+    random numbers of a reward depend only on it and on the answer.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that are ready or at work."""
+        """Process ids of the workers that are ready or busy."""
         return [pid for crew in self._crews for pid in crew.pids]
 
     @property
     def gaps(self) -> list[str]:
-        """What the kernel did not let us isolate, in sentences; known after the start."""
+        """What the kernel does not allow to isolate, as sentences; known after the start."""
         return list(dict.fromkeys(gap for crew in self._crews for gap in crew.gaps))
 
     async def start(self) -> None:
-        """Start the workers. UserError with everything that is wrong with plugins, names, options and numbers."""
+        """Start the workers. Raises UserError with all mistakes in plugins, names, options and numbers."""
         if self._started:
             raise RuntimeError("the reward pool was started before")
         self._started = True
@@ -156,8 +156,10 @@ class RewardPool:
             raise
 
     async def score(self, answer: Answer) -> Judgement:
-        """Run every reward on the answer, up to the first that fails. Those of one process are run in the order of the
-        specs, after those of the processes of earlier ones."""
+        """Run all rewards on the answer, up to the first that fails.
+
+        Rewards run one after the other: grouped by isolation, then in the order of the specs.
+        """
         if not self._started:
             raise RuntimeError("start the reward pool before scoring: `await pool.start()`")
         parts: dict[str, float] = {}
@@ -178,44 +180,44 @@ class RewardPool:
         return Judgement(reward, parts)
 
     async def close(self) -> None:
-        """End every process, also those at work; answers that are not judged yet raise RuntimeError. Safe to repeat."""
+        """Stop all processes, even busy ones; pending calls of `score` raise RuntimeError. Safe to repeat."""
         await asyncio.gather(*(crew.close() for crew in self._crews))
 
 
 class _Crew:
-    """Processes that are isolated in the same way, and the rewards that they run."""
+    """Worker processes with the same isolation, and the rewards that they run."""
 
     def __init__(
         self, work: Work, isolation: Isolation, processes: int, start_deadline: float, counts: dict[Counted, int]
     ) -> None:
-        self.idle: asyncio.Queue[_Seat | None] = asyncio.Queue()
-        """seats, as often as their workers take one more answer"""
+        self.idle: asyncio.Queue[_Slot | None] = asyncio.Queue()
+        """slots; each appears once for every further answer that its worker can take"""
         self.gaps: list[str] = []
         self._work = work
         self._isolation = isolation
         self._processes = processes
         self._start_deadline = start_deadline
         self._counts = counts
-        self._seats: list[_Seat] = []
+        self._slots: list[_Slot] = []
         self._ending: set[WorkerProcess] = set()
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
-        return [seat.worker.result().pid for seat in self._seats if _is_ready(seat.worker)]
+        return [slot.worker.result().pid for slot in self._slots if _is_ready(slot.worker)]
 
     async def start(self) -> None:
-        self._seats = [_Seat(asyncio.create_task(self._launch(None))) for _ in range(self._processes)]
-        workers = await asyncio.gather(*(seat.worker for seat in self._seats))
+        self._slots = [_Slot(asyncio.create_task(self._launch(None))) for _ in range(self._processes)]
+        workers = await asyncio.gather(*(slot.worker for slot in self._slots))
         self.gaps = workers[0].gaps
         for _ in range(AHEAD if self._processes == 1 else 1):
-            for seat in self._seats:
-                self.idle.put_nowait(seat)
+            for slot in self._slots:
+                self.idle.put_nowait(slot)
 
     async def close(self) -> None:
         self._closed = True
         self.idle.put_nowait(None)
-        workers = [seat.worker for seat in self._seats]
+        workers = [slot.worker for slot in self._slots]
         for worker in workers:
             if _is_ready(worker):
                 worker.result().kill()
@@ -223,14 +225,14 @@ class _Crew:
                 worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
         self._ending.update(worker.result() for worker in workers if _is_ready(worker))
-        self._seats = []
+        self._slots = []
         await asyncio.gather(*(worker.reap() for worker in self._ending))
 
     async def run(self, frame: bytes, parts: dict[str, float]) -> None:
-        """Fill in the parts; _Failed at the first that cannot be had."""
+        """Run the rewards and fill in `parts`. Raises _Failed at the first reward that fails."""
         lost = 0
         while lost < ATTEMPTS:
-            seat, worker = await self._acquire()
+            slot, worker = await self._acquire()
             try:
                 return await self._judge(worker, frame, parts)
             except _NotBegun as error:
@@ -240,11 +242,11 @@ class _Crew:
                     raise RuntimeError(CLOSED) from None
                 raise
             finally:
-                self._release(seat, worker)
+                self._release(slot, worker)
         raise _Failed("died", f"the worker died {ATTEMPTS} times before a reward had begun")
 
     async def _judge(self, worker: WorkerProcess, frame: bytes, parts: dict[str, float]) -> None:
-        """Have one worker judge one answer. It is killed unless it is known to go on with the next one."""
+        """Score one answer on one worker. The worker is killed unless it is known to be ready for the next answer."""
         at_rest = False
         try:
             worker.send(frame)
@@ -263,7 +265,7 @@ class _Crew:
                 worker.spend()
 
     async def _begun(self, worker: WorkerProcess, name: str, *, first: bool) -> None:
-        """Wait until the worker says that the next reward runs."""
+        """Wait until the worker reports that the next reward has started."""
         try:
             report = await worker.receive(BEGIN_DEADLINE)
         except TimeoutError:
@@ -277,7 +279,7 @@ class _Crew:
             raise _Failed("raised", why, at_rest=True)
 
     async def _value(self, worker: WorkerProcess, name: str, spec: RewardSpec) -> float:
-        """What the running reward returns."""
+        """Return the value of the running reward."""
         who, timeout = f"reward {name!r} ({spec.function})", spec.timeout
         late = _Failed("timed_out", f"{who} timed out after {timeout:g} s")
         try:
@@ -301,40 +303,40 @@ class _Crew:
             self._ending.discard(old)
         return await launch(self._work, self._isolation, self._start_deadline)
 
-    async def _acquire(self) -> tuple[_Seat, WorkerProcess]:
-        """A worker for one answer, first come, first served. UserError if one cannot be started any more."""
+    async def _acquire(self) -> tuple[_Slot, WorkerProcess]:
+        """Wait for a worker for one answer, first come, first served. Raises UserError if a worker cannot start."""
         while True:
-            seat = await self.idle.get()
-            if seat is None:
+            slot = await self.idle.get()
+            if slot is None:
                 self.idle.put_nowait(None)
                 raise RuntimeError(CLOSED)
-            starting = seat.worker
+            starting = slot.worker
             try:
                 worker = await asyncio.shield(starting)
             except asyncio.CancelledError:
                 if starting.cancelled():
                     raise RuntimeError(CLOSED) from None
-                self.idle.put_nowait(seat)
+                self.idle.put_nowait(slot)
                 raise
             except Exception:
-                if seat.worker is starting:
-                    seat.worker = asyncio.create_task(self._launch(None))
-                self.idle.put_nowait(seat)
+                if slot.worker is starting:
+                    slot.worker = asyncio.create_task(self._launch(None))
+                self.idle.put_nowait(slot)
                 raise
             if worker.usable:
-                return seat, worker
-            self._release(seat, worker)
+                return slot, worker
+            self._release(slot, worker)
 
-    def _release(self, seat: _Seat, worker: WorkerProcess) -> None:
-        """Make room for the next answer; see to a successor if the worker is gone and nobody else did."""
+    def _release(self, slot: _Slot, worker: WorkerProcess) -> None:
+        """Free the slot for the next answer, and replace the worker if it is lost and not yet replaced."""
         if self._closed:
             return
-        if not worker.usable and _is_ready(seat.worker) and seat.worker.result() is worker:
+        if not worker.usable and _is_ready(slot.worker) and slot.worker.result() is worker:
             worker.kill()
             self._ending.add(worker)
             self._counts["restarted"] += 1
-            seat.worker = asyncio.create_task(self._launch(worker))
-        self.idle.put_nowait(seat)
+            slot.worker = asyncio.create_task(self._launch(worker))
+        self.idle.put_nowait(slot)
 
 
 def _unset_variables(specs: Mapping[str, RewardSpec]) -> Iterator[str]:
@@ -348,7 +350,7 @@ def _unset_variables(specs: Mapping[str, RewardSpec]) -> Iterator[str]:
 
 
 def _lost(ended: Ended, died: str, name: str) -> _Failed:
-    """Why an answer has no reward when its worker is gone."""
+    """Return the failure of an answer whose worker was lost."""
     if not ended["broke"]:
         return _Failed("died", f"{died} ({ended['how']})")
     outcome, setting = LIMITS[ended["broke"]]

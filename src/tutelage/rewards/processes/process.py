@@ -1,4 +1,4 @@
-"""One worker process as the pool holds it: started in isolation, talked to over a socket, killed, reaped."""
+"""The pool's side of one worker process: start it in isolation, exchange messages over a socket, kill and reap it."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from tutelage.rewards.contract import Work
 from tutelage.rewards.processes import wire
 
 START_DEADLINE = 120.0
-"""Seconds to start Python and load the plugins, which may import torch on a busy machine."""
+"""Seconds to start Python and load the plugins, which may import torch, on a busy machine."""
 
 
 LAST_MOMENT = 1.0
-"""Seconds from the end of a worker's socket to the end of its process."""
+"""Seconds within which a process must end after its socket is closed."""
 
 
 LONGEST_REPORT = 1 << 20
-"""Bytes of one message from a worker."""
+"""Maximum number of bytes of a message from a worker."""
 
 
 class WorkerLost(ConnectionError):
-    """The process is gone, or closed its end."""
+    """The process has ended, or closed its end of the socket."""
 
 
 class _Link(asyncio.Protocol):
     """The pool's end of the socket.
 
-    The loop handles what has arrived before it handles timers that are due. So a reply that came in time counts even
-    if the loop was busy elsewhere until after the timeout. What a process had said before it ended counts as well, if
-    its end is noticed by writing to it.
+    The event loop handles received data before timers that are due, so a reply that arrives in time counts even if the
+    loop was busy until after the timeout. Messages that a process sent before it ended count as well, even if its end
+    is first noticed by a failed write.
     """
 
     def __init__(self, ours: socket.socket) -> None:
         self.lost = False
         self._ours = ours
         self.garbled: str | None = None
-        """what is wrong with the bytes that came, if they are no reports"""
+        """what is wrong with the received bytes, if they are not reports"""
         self._frames = wire.Frames(LONGEST_REPORT)
         self._transport: asyncio.Transport | None = None
         self._inbox: deque[wire.WorkerMessage] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._deaf = False
+        self._ignoring = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf or self.garbled is not None:
+        if self._ignoring or self.garbled is not None:
             return
         try:
             self._inbox.extend(cast(wire.WorkerMessage, json.loads(message)) for message in self._frames.feed(data))
@@ -68,7 +68,7 @@ class _Link(asyncio.Protocol):
             self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The loop stops reading when a write fails, whatever there was to read; it closes the socket after this."""
+        """Read the remaining data: the loop stops reading when a write fails, and closes the socket after this."""
         with suppress(OSError):
             while data := self._ours.recv(65536):
                 self.data_received(data)
@@ -76,8 +76,8 @@ class _Link(asyncio.Protocol):
         self._wake()
 
     def forget(self) -> None:
-        """Nothing that was said, or will be, is of interest any more."""
-        self._deaf = True
+        """Ignore all reports, those received and those still to come."""
+        self._ignoring = True
         self._inbox.clear()
 
     def _wake(self) -> None:
@@ -85,7 +85,7 @@ class _Link(asyncio.Protocol):
             self._waiter.set_result(None)
 
     async def receive(self, seconds: float) -> wire.WorkerMessage:
-        """The next report. TimeoutError if none comes in that time, WorkerLost if none can come any more."""
+        """Return the next report. Raises TimeoutError after `seconds`, and WorkerLost if the worker has gone."""
         if not self._inbox and not self.lost:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -101,8 +101,11 @@ class _Link(asyncio.Protocol):
 
 
 class WorkerProcess:
-    """A process that is ready to judge answers. Made by `launch`. It judges in the order in which answers are sent;
-    whoever sent one takes its turn, and then receives. That may be after the process ended: what it had said counts."""
+    """A process that is ready to score answers, created by `launch`.
+
+    It scores answers in the order in which they are sent. The sender of an answer acquires `turn` and then receives,
+    possibly after the process has ended: reports that it sent before still count.
+    """
 
     def __init__(self, process: IsolatedProcess, link: _Link, transport: asyncio.Transport) -> None:
         self._process = process
@@ -110,13 +113,13 @@ class WorkerProcess:
         self._transport = transport
         self._killed = False
         self.spent = False
-        """it was lost to an answer; those that were sent after that one are for another worker"""
+        """it was lost to an answer; answers that were sent later need another worker"""
         self.turn = asyncio.Lock()
-        """held by whoever receives; a lock is taken in the order in which it was asked for"""
+        """held by the sender that receives; the lock is fair, so turns follow the order of answers"""
 
     @classmethod
     async def open(cls, isolation: Isolation) -> WorkerProcess:
-        """Start Python. It uses one thread, and iterates over sets in the same order every time."""
+        """Start Python with one thread and a fixed hash seed, so that sets are iterated in a fixed order."""
         ours, theirs = socket.socketpair()
         program = ["-m", "tutelage.rewards.processes.worker", str(theirs.fileno())]
         extra = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -150,11 +153,11 @@ class WorkerProcess:
 
     @property
     def gaps(self) -> list[str]:
-        """What the kernel did not let us isolate."""
+        """What the kernel does not allow to isolate."""
         return self._process.gaps
 
     async def prepare(self, work: Work, deadline: float) -> None:
-        """Have plugins loaded and settings checked. UserError if they are refused or the worker does not get there."""
+        """Load plugins and check settings. Raises UserError if they are refused or the worker does not become ready."""
         self.send(wire.frame(pickle.dumps(work)))
         plugins = work.plugins
         loading = f" while it loaded the plugins {', '.join(plugins)}" if plugins else ""
@@ -171,20 +174,20 @@ class WorkerProcess:
             raise UserError("\n".join(report["problems"]))
 
     def kill(self) -> None:
-        """SIGKILL to the process and to whatever it started. Safe to repeat."""
+        """Kill the process and all that it started. Safe to repeat."""
         if not self._killed:
             self._killed = True
             self._process.kill()
             self._transport.abort()
 
     def spend(self) -> None:
-        """Kill it because of the answer whose turn it is; what it says later is not about those behind."""
+        """Kill the worker because of the current answer, and ignore its later reports."""
         self.spent = True
         self._link.forget()
         self.kill()
 
     async def end(self) -> Ended:
-        """Of one that has closed its end: it gets a moment to die by itself, so that how it ended is its own doing."""
+        """Return how a process that closed its socket ended. It gets a moment to exit by itself before it is killed."""
         if self._link.garbled is not None:
             self.kill()
             return {**await self.reap(), "broke": "output", "why": f"it sent {self._link.garbled}"}
@@ -194,12 +197,12 @@ class WorkerProcess:
         return await self.reap()
 
     async def reap(self) -> Ended:
-        """Wait until the killed process is gone, with all that it started; says how it ended."""
+        """Wait until the killed process and all that it started are gone. Returns how it ended."""
         return await asyncio.to_thread(self._process.end)
 
 
 async def launch(work: Work, isolation: Isolation, deadline: float) -> WorkerProcess:
-    """A worker that is ready. Whatever goes wrong, and if this is cancelled, no process is left."""
+    """Start a worker and wait until it is ready. After an error or a cancellation, no process is left."""
     worker = await WorkerProcess.open(isolation)
     try:
         await worker.prepare(work, deadline)

@@ -1,7 +1,7 @@
-"""The bytes between the pool and its workers: frames with a length in front.
+"""The protocol between the pool and its workers: length-prefixed frames.
 
-Towards a worker a frame holds a pickle, since a row's columns can be anything. Towards the pool it holds JSON: what
-comes out of a process that ran a user's code on a model's text is never unpickled.
+A frame to a worker contains a pickle, since the columns of a row can be anything. A frame to the pool contains JSON:
+data from a process that ran a user's code on a model's text is never unpickled.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ _LENGTH = struct.Struct("!Q")
 
 
 class WorkerMessage(TypedDict, total=False):
-    """What a worker says. For every reward of an answer: `started`, then one of `value`, `raised`, `not_finite`."""
+    """A message from a worker. Each reward of an answer gives `started`, then `value`, `raised` or `not_finite`."""
 
     kind: str
     """ready · refused (after the start) · unreadable · started · value · raised · not_finite"""
     problems: list[str]
-    """of `refused`: everything that is wrong with the settings"""
+    """for `refused`: all mistakes in the settings"""
     value: float
     seconds: float
-    """that the reward took, by the worker's own clock"""
+    """duration of the reward, measured by the worker"""
     why: str
 
 
 def frame(payload: bytes) -> bytes:
-    """One message, ready to be written."""
+    """Return one message as a frame."""
     return _LENGTH.pack(len(payload)) + payload
 
 
 class TooLong(ValueError):
-    """A message announces more bytes than are taken."""
+    """A message is longer than allowed."""
 
 
 class Frames:
-    """Cuts a stream of bytes into the messages it is made of. TooLong at one of more than `longest` bytes."""
+    """Splits a stream of bytes into messages. Raises TooLong for a message of more than `longest` bytes."""
 
     def __init__(self, longest: int | None = None) -> None:
         self._bytes = bytearray()
         self._longest = longest
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add what was read; yields every message that is now whole."""
+        """Add received data, and yield every message that is now complete."""
         self._bytes += data
         while len(self._bytes) >= _LENGTH.size:
             length = _LENGTH.unpack_from(self._bytes)[0]

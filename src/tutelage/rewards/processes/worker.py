@@ -1,7 +1,7 @@
-"""The process that runs rewards: `python -m tutelage.rewards.processes.worker SOCKET`, isolated by whoever starts it.
+"""The worker process that runs rewards: `python -m tutelage.rewards.processes.worker SOCKET`. The pool isolates it.
 
-It loads the built-in rewards and the plugins, checks the settings, says `ready` or `refused`, and then answers one
-answer after the other until the socket closes. It may be killed at any instant.
+It loads the built-in rewards and the plugins, checks the settings, reports `ready` or `refused`, and then scores one
+answer after the other until the socket closes. It may be killed at any time.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tutelage.rewards.functions import (
 from tutelage.rewards.processes import wire
 
 BUILT_IN = (classifier, compressibility, exact_match, http_scorer, json_schema, numeric, ocr, pattern, shapes)
-"""Importing them has registered their rewards."""
+"""Modules of built-in rewards. Importing them registers their rewards."""
 
 _NO_NETWORK = frozenset({errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL})
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until the pool closes the socket. Threads that a reward left behind do not delay the end."""
+    """Serve until the pool closes the socket, and exit without waiting for threads that a reward has started."""
     with socket.socket(fileno=int(argv[1])) as link:
         link.set_inheritable(False)
         serve(link)
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def serve(link: socket.socket) -> None:
-    """Read the settings, check them, judge answers."""
+    """Read and check the settings, then score answers."""
 
     def report(message: wire.WorkerMessage) -> None:
         link.sendall(wire.frame(json.dumps(message).encode()))
@@ -87,7 +87,7 @@ def _messages(link: socket.socket) -> Iterator[bytes]:
 
 
 def run(name: str, spec: RewardSpec, answer: Answer, seed: int = 0) -> wire.WorkerMessage:
-    """Call one reward. Random numbers depend on the run's seed and the answer alone, not on what was judged before."""
+    """Call one reward. Its random numbers depend only on the seed of the run and on the answer."""
     seeds.plant(_derive(seed, name, answer))
     begin = time.monotonic()
     try:
@@ -100,7 +100,7 @@ def run(name: str, spec: RewardSpec, answer: Answer, seed: int = 0) -> wire.Work
 
 
 def _checked(value: object) -> wire.WorkerMessage:
-    """What a reward returned, if that is a finite number."""
+    """WorkerMessage the value of a reward, or `not_finite` if it is not a finite number."""
     if not isinstance(value, Real):
         return {"kind": "not_finite", "why": f"{_short(value)} of type {type(value).__name__}"}
     try:
@@ -113,7 +113,7 @@ def _checked(value: object) -> wire.WorkerMessage:
 
 
 def _derive(seed: int, name: str, answer: Answer) -> int:
-    """32 bits, which is as much as numpy takes."""
+    """Derive a seed of 32 bits, the maximum of numpy."""
     text = repr((seed, name, answer.prompt, answer.text))
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4)
     if answer.media is not None:
@@ -122,7 +122,7 @@ def _derive(seed: int, name: str, answer: Answer) -> int:
 
 
 def _advice(name: str, spec: RewardSpec, error: BaseException | None) -> str:
-    """Which setting would help a reward that misses what it is not given."""
+    """Return a hint if the error comes from a missing network or environment variable."""
     while error is not None:
         if not spec.isolation.network and (
             isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _NO_NETWORK)
@@ -139,7 +139,7 @@ def _from_environ(error: KeyError) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place where it was raised."""
+    """Describe an exception in one line, with the place where it was raised."""
     lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
@@ -158,7 +158,7 @@ def _cut(text: str, limit: int = 400) -> str:
 
 
 def find_problems(specs: Mapping[str, RewardSpec], plugins: Sequence[str], seed: int = 0) -> list[str]:
-    """Load the plugins and say everything that is wrong with the settings."""
+    """Load the plugins, and return all mistakes in the settings."""
     problems = []
     for path in plugins:
         seeds.plant(seed)
@@ -190,7 +190,7 @@ def _spec_problems(spec: RewardSpec) -> list[str]:
 def _option_problems(spec: RewardSpec) -> list[str]:
     function = REWARDS[spec.function]
     if inspect.iscoroutinefunction(function):
-        return [f"{spec.function!r} is an async function; a reward is a plain one, it has a process of its own"]
+        return [f"{spec.function!r} is an async function; a reward must be a plain function"]
     signature = inspect.signature(function)
     probe = Answer("", "")
     try:

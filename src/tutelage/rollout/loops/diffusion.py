@@ -1,4 +1,4 @@
-"""One prompt, one picture or video."""
+"""The diffusion loop: one prompt, one image or video."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tutelage.rollout.contract import LoopContext, register
 
 @register("diffusion")
 class Diffusion:
-    """The student paints the prompt once. A column `negative_prompt` of the row says what it should stay away from."""
+    """Generates one image or video per prompt. The column `negative_prompt` of a row sets the negative prompt."""
 
     async def run(self, prompt: Prompt, context: LoopContext) -> Episode:
         negative = prompt.columns.get("negative_prompt")

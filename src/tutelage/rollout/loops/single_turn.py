@@ -1,4 +1,4 @@
-"""One prompt, one answer."""
+"""The single-turn loop: one prompt, one answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tutelage.rollout.contract import LoopContext, register
 
 @register("single_turn")
 class SingleTurn:
-    """The student answers the prompt once."""
+    """Generates one answer per prompt."""
 
     async def run(self, prompt: Prompt, context: LoopContext) -> Episode:
         tokens = context.render(prompt)
