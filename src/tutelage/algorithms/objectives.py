@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tutelage.config.objectives import OBJECTIVES as KNOWN
 from tutelage.config.objectives import Sees
+from tutelage.isolation.handover import redefines
 from tutelage.losses import distillation, fused
 
 Form = Literal["supervised", "policy_gradient"]
@@ -88,7 +89,8 @@ def register_objective(name: str, *, sees: Sees = "distribution", claim: str = "
     """
 
     def add(formula: Formula) -> Formula:
-        if name in OBJECTIVES and OBJECTIVES[name].formula is not formula:
+        known = OBJECTIVES[name].formula if name in OBJECTIVES else formula
+        if known is not formula and not redefines(known, formula):
             raise ValueError(f"an objective named {name!r} is registered already")
         if claim and claim not in DIVERGENCES:
             raise ValueError(f"objective {name!r} claims {claim!r}; there are {', '.join(DIVERGENCES)}")

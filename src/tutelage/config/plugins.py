@@ -12,6 +12,8 @@ from tutelage.errors import UserError
 
 IMPORTS = "write `from tutelage import Answer, Episode, LoopContext, Prompt, agent_loop, objective, reward`"
 """What a plugin imports its decorators and types with."""
+PLUGIN_MODULE = "tutelage_plugin_"
+"""Beginning of the names of modules that plugins are loaded as."""
 
 
 def load_plugin(path: str, named_by: str = "plugins") -> str:
@@ -24,7 +26,7 @@ def load_plugin(path: str, named_by: str = "plugins") -> str:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"{named_by}: {path} does not exist (looked for {file.absolute()})")
-    name = f"tutelage_plugin_{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
+    name = f"{PLUGIN_MODULE}{file.stem}_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
     if name in sys.modules:
         return name
     spec = importlib.util.spec_from_file_location(name, file)

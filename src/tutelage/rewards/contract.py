@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tutelage.isolation.contract import Isolation
+from tutelage.isolation.handover import redefines
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ REWARDS: dict[str, Reward] = {}
 NETWORKED = frozenset({"http_scorer"})
 """Built-in rewards that need the network."""
 
+GIVEN = "python:"
+"""Beginning of the names of rewards that a run was given as Python functions."""
+
 CHECKS: dict[str, OptionsCheck] = {}
 """Checks of options beyond what a signature can express, by the name of the reward."""
 
@@ -70,7 +74,8 @@ def register_reward(name: str, *, check: OptionsCheck | None = None) -> Callable
     """
 
     def add(function: _Function) -> _Function:
-        if name in REWARDS and REWARDS[name] is not function:
+        known = REWARDS.get(name, function)
+        if known is not function and not redefines(known, function):
             raise ValueError(f"a reward named {name!r} is registered already: choose another name")
         REWARDS[name] = function
         if check is not None:
@@ -122,6 +127,8 @@ class Work:
     specs: Mapping[str, RewardSpec]
     """rewards by name, in the order in which they run"""
     plugins: tuple[str, ...] = ()
+    functions: bytes = b""
+    """pickled rewards that the calling program defines itself"""
     seed: int = 0
     """the seed of the run: random numbers of a reward depend on it and on the answer"""
 

@@ -27,6 +27,7 @@ from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
 from tutelage.engines.contract import AnyOutput, AnyRequest, DiffusionOutput, DiffusionSampling, Generation, Sampling
 from tutelage.errors import UserError
+from tutelage.isolation.handover import redefines
 
 
 class Tokenizer(Protocol):
@@ -170,7 +171,8 @@ def register(name: str) -> Callable[[type], type]:
     """Register a loop under the name by which recipes and rows choose it."""
 
     def add(loop: type) -> type:
-        if name in LOOPS and LOOPS[name] is not loop:
+        known = LOOPS.get(name, loop)
+        if known is not loop and not redefines(known, loop):
             raise ValueError(f"an agent loop named {name!r} is registered already")
         LOOPS[name] = loop
         return loop

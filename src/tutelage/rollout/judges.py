@@ -14,8 +14,9 @@ from tutelage.config.schema import RunConfig
 from tutelage.data.trajectory import Episode, Key, Prompt, Trajectory
 from tutelage.engines.contract import ScoreRequest, Want
 from tutelage.errors import CannotJudge
+from tutelage.isolation.handover import is_handed, pickled
 from tutelage.queue.contract import SampleQueue
-from tutelage.rewards.contract import Answer, Media, RewardSpec
+from tutelage.rewards.contract import REWARDS, Answer, Media, RewardSpec
 from tutelage.rewards.processes.pool import RewardPool
 from tutelage.rollout.scoring import EpisodeJudge, EpisodeScorer, Judge
 from tutelage.teachers.client import TeacherClient, runs
@@ -30,7 +31,9 @@ def reward_pool(config: RunConfig) -> RewardPool | None:
         name: RewardSpec(**{**dict(reward), "options": _with_toys(reward.options)})
         for name, reward in config.rewards.items()
     }
-    return RewardPool(specs, config.plugins, seed=config.seed)
+    given = {spec.function: REWARDS[spec.function] for spec in specs.values() if spec.function in REWARDS}
+    functions = pickled({name: reward for name, reward in given.items() if is_handed(reward)}, "rewards")
+    return RewardPool(specs, config.plugins, functions=functions, seed=config.seed)
 
 
 def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tutelage.backends import process
 from tutelage.backends.contract import LearnResult
+from tutelage.backends.given import GivenCode
 from tutelage.backends.inline import learner_state, restore_learner, take_seconds
 from tutelage.backends.ray.cluster import actor_id, node_address
 from tutelage.backends.ray.coordinator import (
@@ -69,11 +70,14 @@ class ProcessConfig:
     vocabulary: int
     pool: str
     """the pool whose devices the process uses"""
+    given: GivenCode = field(default=GivenCode())
+    """what the calling program defines itself"""
 
     def enter(self) -> None:
         """Set the process up. Unless the recipe says otherwise, it computes with as many threads as its replica has
         CPUs."""
         process.enter(self.config)
+        self.given.register()
         pool = self.config.pools[self.pool]
         torch.set_num_threads(self.config.threads or (pool.devices if pool.device == "cpu" else 1))
         seed_rng(self.config.seed)

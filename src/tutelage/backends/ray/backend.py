@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tutelage.backends.contract import LearnResult, report_gaps
+from tutelage.backends.given import GivenCode
 from tutelage.backends.ray.actors import (
     Actor,
     EngineActor,
@@ -249,12 +250,13 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Report)
     queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
     coordinator = cluster.spawn(ActorSpec(COORDINATOR), Coordinator, _replicas(config), config.ray.queue)
     members = Counter(member.pool for member in pool_members(config))
+    given = GivenCode.collect()
 
     def spec(name: str, pool: str, replica: int, restarts: int) -> ActorSpec:
         return ActorSpec(name, pool, replica, share=1 / members[pool], restarts=restarts)
 
     def engine(role: Role, teacher: str, title: str, pool: str) -> tuple[ActorHandle[EngineActor], ...]:
-        settings = ProcessConfig(config, vocabulary, pool)
+        settings = ProcessConfig(config, vocabulary, pool, given)
         names = [f"{title}, replica {number}" for number in range(config.pools[pool].replicas)]
         return tuple(
             cluster.spawn(spec(name, pool, number, config.ray.restarts), EngineActor, settings, role, teacher, name)
@@ -271,13 +273,13 @@ def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Report)
     )
     coordinator.call_sync(Coordinator.register_handles, Stored.put((queue, engines)))
     pool = config.learner.pool
-    settings, count = ProcessConfig(config, vocabulary, pool), config.pools[pool].replicas
+    settings, count = ProcessConfig(config, vocabulary, pool, given), config.pools[pool].replicas
     ranks = tuple(
         cluster.spawn(spec(f"rank {rank} of the learner", pool, rank, 0), LearnerActor, settings, rank, count)
         for rank in range(count)
     )
     pool = config.rollout.pool
-    settings = ProcessConfig(config, vocabulary, pool)
+    settings = ProcessConfig(config, vocabulary, pool, given)
     names = [f"agent-loop worker {number}" for number in range(config.pools[pool].replicas)]
     workers = tuple(
         cluster.spawn(spec(name, pool, number, config.ray.restarts), RolloutActor, settings, name)

@@ -90,7 +90,8 @@ class RewardPool:
     async with RewardPool({"right": RewardSpec("numeric")}, processes=2) as pool:
         judgement = await pool.score(Answer("What is 6 times 7?", "It is 42.", ground_truth="42"))
 
-    `processes` is the number of processes for each isolation that the rewards need. `seed` is that of the run; the
+    `processes` is the number of processes for each isolation that the rewards need. `functions` are pickled rewards
+    that the calling program defines itself; every process gets them over its socket. `seed` is that of the run; the
     random numbers of a reward depend only on it and on the answer.
     """
 
@@ -100,6 +101,7 @@ class RewardPool:
         plugins: Sequence[str] = (),
         processes: int = 1,
         *,
+        functions: bytes = b"",
         seed: int = 0,
         start_deadline: float = START_DEADLINE,
     ) -> None:
@@ -113,7 +115,7 @@ class RewardPool:
         for name, spec in specs.items():
             alike.setdefault(spec.isolation, {})[name] = spec
         self._crews = [
-            _Crew(Work(group, tuple(plugins), seed), isolation, processes, start_deadline, self.counts)
+            _Crew(Work(group, tuple(plugins), functions, seed), isolation, processes, start_deadline, self.counts)
             for isolation, group in alike.items()
         ]
         self._started = False

@@ -24,8 +24,9 @@ from pathlib import Path
 
 from tutelage.config.plugins import load_plugin
 from tutelage.errors import UserError
+from tutelage.isolation.handover import unpickled
 from tutelage.rewards import seeds
-from tutelage.rewards.contract import CHECKS, REWARDS, Answer, RewardSpec, Work
+from tutelage.rewards.contract import CHECKS, GIVEN, REWARDS, Answer, RewardSpec, Work
 from tutelage.rewards.functions import (
     classifier,
     compressibility,
@@ -64,7 +65,7 @@ def serve(link: socket.socket) -> None:
     messages = _messages(link)
     work: Work = pickle.loads(next(messages))
     seeds.on_import(work.seed)
-    problems = find_problems(work.specs, work.plugins, work.seed)
+    problems = _load_given(work.functions) or find_problems(work.specs, work.plugins, work.seed)
     report({"kind": "refused", "problems": problems} if problems else {"kind": "ready"})
     for message in messages:
         try:
@@ -157,6 +158,15 @@ def _cut(text: str, limit: int = 400) -> str:
     return text if len(text) <= limit else text[:limit] + " …"
 
 
+def _load_given(functions: bytes) -> list[str]:
+    """Register the rewards that the calling program sent. Returns what is wrong with them."""
+    try:
+        REWARDS.update(unpickled(functions))
+    except Exception as error:
+        return [f"rewards: a function of the calling program cannot be loaded in a reward process: {describe(error)}"]
+    return []
+
+
 def find_problems(specs: Mapping[str, RewardSpec], plugins: Sequence[str], seed: int = 0) -> list[str]:
     """Load the plugins, and return all mistakes in the settings."""
     problems = []
@@ -177,7 +187,12 @@ def _spec_problems(spec: RewardSpec) -> list[str]:
         problems.append(f"weight: must be a finite number, got {spec.weight}")
     if not (math.isfinite(spec.timeout) and spec.timeout > 0):
         problems.append(f"timeout: must be a positive number of seconds, got {spec.timeout}")
-    if spec.function not in REWARDS:
+    if spec.function.startswith(GIVEN) and spec.function not in REWARDS:
+        problems.append(
+            f"function: the run was started with the Python function {spec.function.removeprefix(GIVEN)!r}, which is "
+            "not stored: hand it over again, as in tutelage.resume(run, reward=function)"
+        )
+    elif spec.function not in REWARDS:
         near = get_close_matches(spec.function, REWARDS, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
         known = ", ".join(sorted(REWARDS))
