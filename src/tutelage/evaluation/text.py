@@ -218,7 +218,6 @@ class Evaluator:
         taught = bool(parts.config.teachers)
         prompts = [
             (
-                prompt.source,
                 prompt.row,
                 self.config.teachers[parts.teachers.route(prompt)].path if taught else "",
                 render_prompt(self.tokenizer, prompt, limit).tolist(),
@@ -335,7 +334,7 @@ class Evaluator:
         length = self.settings.max_tokens
         sampling = Sampling(min_tokens=length, max_tokens=length, stop_ids=self.tokenizer.eos_ids)
         key = EpisodeKey("fixed", number, 0)
-        seed = derive_seed(parts.config.seed, "fixed", prompt.source, prompt.row)
+        seed = derive_seed(parts.config.seed, "fixed", prompt.row)  # not of the path: files move
         request = GenerateRequest("/".join(map(str, key)), tokens, sampling, seed, key)
         answer = await parts.backend.write(parts.teachers.route(prompt), request)
         mask = torch.zeros(len(tokens) + len(answer.tokens), dtype=torch.bool)
