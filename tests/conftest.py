@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Common settings of all tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("RAY_worker_niceness", "0")  # or clusters starve beside the other half of the tests
+os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise clusters starve next to the other tests
 
 import hypothesis
 import pytest
@@ -21,8 +21,8 @@ hypothesis.settings.load_profile("tutelage")
 
 
 LONG = ("test_ray_faults", "test_certify", "test_resume", "test_paint_run")
-"""Files that go first, so that nothing waits for them at the end. Of those that start clusters, which would be in each
-other's way, it is the longest alone."""
+"""Slow test files that run first, so that nothing waits for them at the end. Only the longest of those with clusters is
+here, because clusters slow each other down."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

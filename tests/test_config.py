@@ -1,4 +1,4 @@
-"""Recipes, overrides, origins, mistakes, and what `config show` leaves out."""
+"""Test recipes, overrides, origins, mistakes, and what `config show` omits."""
 
 from __future__ import annotations
 
