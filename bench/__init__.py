@@ -1,1 +1,1 @@
-"""Benchmarks of tutelage: one on-policy distillation step beside the same step in TRL."""
+"""Benchmarks of tutelage, most of all one on-policy distillation step compared with the same step in TRL."""

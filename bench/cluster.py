@@ -1,4 +1,4 @@
-"""A local Ray with TransferQueue in it, for the benchmarks that need one."""
+"""A local Ray cluster with TransferQueue for the benchmarks that need one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def sample_queue(**settings: Any) -> Iterator[Any]:
-    """The TransferQueue back end of the sample queue, in the Ray that this process is connected to, or in a local one
-    that ends with the block."""
+    """Yield the TransferQueue back end of the sample queue, on the Ray cluster of this process or on a local one that
+    stops with the block."""
     import ray
 
     from tutelage.queue.transfer_queue import start

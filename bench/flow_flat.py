@@ -1,9 +1,9 @@
-"""FlowGRPO on digits as a flat script: torch, a diffusers pipeline and the formulas written out, no framework.
+"""FlowGRPO on digits as a flat script with torch and a diffusers pipeline, without a framework.
 
     python -m bench.flow_flat                  train; prints accuracy before and after, gold accuracy and seconds
-    python -m bench.flow_flat --random-reward  the control: a reward that knows nothing must not improve anything
+    python -m bench.flow_flat --random-reward  the control: a random reward must not improve accuracy
 
-It proves that the base can learn, and is what an iteration of the framework is timed against.
+It shows that the base model can learn, and `bench.flow_step` compares tutelage with it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PROMPTS, GROUP = 8, 16
 STEPS, NOISE = 10, 0.7
 UPDATES, LR, CLIP = 2, 2e-4, 3e-3
 JUDGED = 16
-"""images of each held-out prompt"""
+"""Number of images per held-out prompt."""
 
 
 class World:
-    """The pipeline, the prompts already encoded, and the two judges."""
+    """The pipeline, the encoded prompts and the two classifiers."""
 
     def __init__(self, model: str) -> None:
         pipeline: Any = StableDiffusion3Pipeline
@@ -62,7 +62,7 @@ class World:
 
     @torch.no_grad()
     def pixels(self, latents: Tensor) -> Tensor:
-        """As a PNG would keep them: [images, 64] from 0 to 1."""
+        """Decode latents to pixels [images, 64] from 0 to 1, rounded as in a PNG."""
         image: Tensor = self.pipe.vae.decode(latents, return_dict=False)[0]
         return ((image / 2 + 0.5).clamp(0, 1) * 255).round().flatten(1) / 255
 
@@ -79,7 +79,7 @@ class World:
 
 
 def gaussian(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the SDE step; sigma and sigma_next [rows]."""
+    """Return the mean and standard deviation of the SDE step; sigma and sigma_next are [rows]."""
     s, t = sigma.view(-1, 1, 1, 1), sigma_next.view(-1, 1, 1, 1)
     dt = t - s
     spread = NOISE**2 * s / (1 - torch.where(s == 1, t, s))
@@ -94,7 +94,7 @@ def log_prob(sample: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(world: World) -> tuple[float, float]:
-    """Share of held-out prompts that are obeyed, by the classifier and by the judge; deterministic sampler."""
+    """Return the accuracy on held-out prompts by the classifier and by the judge, with the deterministic sampler."""
     text, pooled, digits = (each.repeat_interleave(JUDGED, 0) for each in world.test)
     x = torch.randn(len(digits), 1, 8, 8, generator=torch.Generator().manual_seed(1))
     for sigma, after in pairwise(world.sigmas):
@@ -106,7 +106,8 @@ def evaluate(world: World) -> tuple[float, float]:
 
 @torch.no_grad()
 def rollout(world: World, text: Tensor, pooled: Tensor, noise: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
-    """Latents before and after each step, and the log-probs of all steps but the last, which draws nothing."""
+    """Return the latents before and after each step, and the log-probs of all steps but the last, which is
+    deterministic."""
     path = [torch.randn(len(text), 1, 8, 8, generator=noise)]
     logps: list[Tensor] = []
     for i in range(STEPS):
@@ -122,7 +123,7 @@ def rollout(world: World, text: Tensor, pooled: Tensor, noise: torch.Generator) 
 
 
 def iteration(world: World, optimizer: torch.optim.Optimizer, noise: torch.Generator, random_reward: bool) -> float:
-    """Draw, judge, learn; returns the mean reward."""
+    """Sample, score and update once; return the mean reward."""
     chosen = torch.randperm(len(world.train[2]), generator=noise)[:PROMPTS]
     text, pooled, digits = (each[chosen].repeat_interleave(GROUP, 0) for each in world.train)
     path, logps = rollout(world, text, pooled, noise)

@@ -1,12 +1,12 @@
-"""One FlowGRPO iteration on digits: tutelage against the flat script that does the same work without a framework.
+"""Compare one FlowGRPO iteration on digits in tutelage with a flat script that does the same work.
 
     python -m bench.flow_step                 medians of both sides and their ratio
-    python -m bench.flow_step --profile       where the time of one step of tutelage goes
-    python -m bench.flow_step --tiny          one step of each side: shows that both run
+    python -m bench.flow_step --profile       profile of one step of tutelage
+    python -m bench.flow_step --tiny          one step of each side, to check that both run
 
-Both sides live in this process, on one thread, with the same model, sizes and number of updates, and take turns.
-A step of tutelage is `tutelage.loop.step` of recipes/flow_grpo_digits.yaml: rollout through agent loops, rewards
-in their worker process, metrics and record included; evaluation and checkpoints are not part of a step.
+Both sides run in this process on one thread, in turns, with the same model, sizes and number of updates. A step of
+tutelage is `tutelage.loop.step` of recipes/flow_grpo_digits.yaml: rollout with agent loops, rewards in their worker
+process, metrics and record. It does not include evaluation and checkpoints.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from tutelage.record.run_directory import RunDirectory
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "flow_grpo_digits.yaml"
 MODEL = "toy:digits"
 SAME_WORK = ("data.validation=null", "rewards.accuracy=null", "rewards.gold_accuracy=null", "steps=1000000")
-"""Nothing is evaluated, and pictures are judged by the reward alone, as in the flat script."""
+"""Overrides for the same work as in the flat script: no evaluation, and only the trained reward."""
 LIMIT = 1.05
-"""The most that a step of tutelage may take, in steps of the flat script."""
+"""Maximum time of a step of tutelage, relative to the flat script."""
 
 
 class Spent(NamedTuple):
-    """One step of one side, in seconds."""
+    """The time of one step of one side, in seconds."""
 
     wall: float
     busy: float
-    """of this process's own processor time; the reward's worker is not in it"""
+    """CPU time of this process, without the reward's worker process."""
 
 
 class Timed(NamedTuple):
-    """Steps of both sides, in the order in which they were taken."""
+    """The steps of both sides, in the order in which they ran."""
 
     ours: list[Spent]
     flat: list[Spent]
 
     def ratio(self) -> float:
-        """Of the medians."""
+        """Return the ratio of the medians."""
         ours, flat = (statistics.median(spent.wall for spent in side) for side in self)
         return ours / flat
 
     def ratio_of_pairs(self) -> float:
-        """Median over neighbouring steps, which what else the machine does disturbs alike."""
+        """Return the median ratio of neighbouring steps, which other load on the machine affects equally."""
         return statistics.median(a.wall / b.wall for a, b in zip(*self, strict=True))
 
 
 def opened(directory: Path, model: str) -> Run:
-    """The shipped recipe."""
+    """Open a run of the shipped recipe."""
     config = load(RECIPE, [f"out={directory}", f"student.path={model}", *SAME_WORK]).config
     run_directory = RunDirectory.create(directory / config.name, dump(config))
     return open_run(config, run_directory, Display(config.steps, "bench", console=Console(file=io.StringIO())))
@@ -77,7 +77,7 @@ def opened(directory: Path, model: str) -> Run:
 
 @asynccontextmanager
 async def running(model: str) -> AsyncIterator[Run]:
-    """A run that is ready for its first step."""
+    """Yield a run that is ready for its first step."""
     with tempfile.TemporaryDirectory(prefix="tutelage-bench-") as directory:
         run = opened(Path(directory), model)
         async with run.parts.backend.running():
@@ -104,14 +104,14 @@ async def spent_on(step: Callable[[], Awaitable[None]]) -> Spent:
 
 
 async def warm_up(run: Run) -> None:
-    """Until every prompt has been encoded: the flat script does that before its first iteration."""
+    """Run steps until every prompt has been encoded, which the flat script does before its first iteration."""
     data, per_step = run.parts.config.data, run.parts.config.prompts_per_step
     for _ in range(-(-len(load_prompts(data, data.train)) // per_step)):
         await train_step(run)
 
 
 async def measure(steps: int, model: str = MODEL, warm: bool = True) -> Timed:
-    """Both sides in turn; who goes first changes every time."""
+    """Measure both sides in turns; the order alternates."""
     timed, flat = Timed([], []), flat_side(model)
     async with running(model) as run:
         if warm:
@@ -126,7 +126,7 @@ async def measure(steps: int, model: str = MODEL, warm: bool = True) -> Timed:
 
 
 async def profile(model: str = MODEL, warm: bool = True) -> str:
-    """Functions of one step of tutelage by the time they take themselves."""
+    """Profile one step of tutelage, sorted by the own time of functions."""
     async with running(model) as run:
         if warm:
             await warm_up(run)
@@ -160,8 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each side")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--model", default=MODEL, help="of both sides: toy:digits or a directory like it")
-    parser.add_argument("--tiny", action="store_true", help="one step of each side, none to warm up: measures nothing")
+    parser.add_argument("--model", default=MODEL, help="model of both sides: toy:digits or a similar directory")
+    parser.add_argument("--tiny", action="store_true", help="one step of each side, to check that both run")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.profile:

@@ -1,11 +1,11 @@
-"""The full-vocabulary loss alone: peak memory above the model and time, ours against the plain formula with autograd.
+"""Compare time and peak memory of the full-vocabulary loss with the plain formula in autograd.
 
     python -m bench.full_loss                 both sides, interleaved; adds `full_loss` to bench/results.json
-    python -m bench.full_loss --tokens 1024   fewer action tokens: prints only
-    python -m bench.full_loss --tiny          one small round: shows that both sides run and agree
+    python -m bench.full_loss --tokens 1024   fewer action tokens; prints only
+    python -m bench.full_loss --tiny          one small round, to check that both sides run and agree
 
-Both get the same hidden states of student and teacher and the same heads, and leave the same gradients. Each runs in a
-process of its own, so that one's memory is not the other's.
+Both use the same hidden states and heads of student and teacher, and compute the same gradients. Each runs in a
+separate process, so that memory is measured separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 3
 
 
 class Sizes(NamedTuple):
-    """Of hidden states and heads."""
+    """The sizes of hidden states and heads."""
 
     tokens: int = 4096
     width: int = 576
@@ -36,11 +36,11 @@ class Sizes(NamedTuple):
 
 
 TINY = Sizes(200, 16, 49152)
-"""Two chunks, and a vocabulary whose logits show in the peak memory."""
+"""Two chunks, and a vocabulary whose logits are visible in the peak memory."""
 
 
 def side(name: str, sizes: Sizes) -> dict[str, float]:
-    """One round in this process: seconds, peak memory above what the inputs need, and a sum to compare results by."""
+    """Run one round in this process. Return the seconds, the peak memory above the inputs, and a checksum."""
     import torch
     from torch import nn
 
@@ -49,7 +49,7 @@ def side(name: str, sizes: Sizes) -> dict[str, float]:
     hidden = torch.randn(sizes.tokens, sizes.width, requires_grad=True)
     taught = torch.randn(sizes.tokens, sizes.width)
     student.weight.grad, hidden.grad = torch.zeros_like(student.weight), torch.zeros_like(hidden)
-    warm = torch.randn(64, sizes.width) @ torch.randn(sizes.width, 64)  # the library's own buffers are not the loss's
+    warm = torch.randn(64, sizes.width) @ torch.randn(sizes.width, 64)  # allocates library buffers
     floor = memory("VmHWM")
     started = time.perf_counter()
     value = _plain(student, teacher, hidden, taught) if name == "plain" else _ours(student, teacher, hidden, taught)
@@ -71,7 +71,7 @@ def _plain(student: Any, teacher: Any, hidden: Any, taught: Any) -> float:
 
 
 def _ours(student: Any, teacher: Any, hidden: Any, taught: Any) -> float:
-    """As the learner does it: chunks of 128 tokens, each differentiated down to its hidden states."""
+    """Compute the loss like the learner, in chunks of 128 tokens, each differentiated to its hidden states."""
     import torch
 
     from tutelage.losses import distillation, fused
@@ -94,7 +94,7 @@ def _ours(student: Any, teacher: Any, hidden: Any, taught: Any) -> float:
 
 
 def measure(sizes: Sizes, rounds: int) -> dict[str, Any]:
-    """Both sides in turns; medians."""
+    """Measure both sides in turns and return the medians."""
     seen: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
     for _ in range(rounds):
         for name, answers in seen.items():
@@ -121,7 +121,7 @@ def measure(sizes: Sizes, rounds: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=Sizes().tokens)
-    parser.add_argument("--tiny", action="store_true", help="one small round: shows that it runs, measures nothing")
+    parser.add_argument("--tiny", action="store_true", help="one small round, to check that it runs")
     parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.side:

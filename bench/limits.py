@@ -1,7 +1,8 @@
-"""What the machine can do at best, and how much of it a step needs.
+"""Measure the limits of the machine and compute the minimum time of a step.
 
 `python -m bench.limits MODEL` measures fp32 matmul speed at the sizes of the benchmark and read bandwidth, with 1 and 2
-threads, and prints them as JSON. `Shape` and `phase_limits` turn a model's shape into the least time of each phase.
+threads, and prints them as JSON. `Shape` and `phase_limits` compute the minimum time of each phase from a model's
+shape.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORD = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama-like decoder with tied or untied output head."""
+    """The sizes of a Llama-like decoder with tied or untied output head."""
 
     layers: int
     hidden: int
@@ -32,7 +33,7 @@ class Shape:
 
     @classmethod
     def of(cls, directory: Path) -> Shape:
-        """Read from the config.json of a model directory."""
+        """Read the shape from the config.json of a model directory."""
         config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         return cls(
             layers=config["num_hidden_layers"],
@@ -46,7 +47,7 @@ class Shape:
 
     @property
     def body_weights(self) -> int:
-        """Weights of all matrices inside the decoder layers."""
+        """The number of weights of all matrices in the decoder layers."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
@@ -55,61 +56,63 @@ class Shape:
         return self.hidden * self.vocabulary
 
     def attention_flops(self, tokens: float, context: float) -> float:
-        """Scores and weighted sums of `tokens` queries over `context` keys each, all layers."""
+        """Return the flops of attention scores and weighted sums of `tokens` queries over `context` keys, in all
+        layers."""
         return 4.0 * self.layers * self.heads * self.head_dim * tokens * context
 
 
 @dataclass(frozen=True)
 class StepTokens:
-    """Tokens of one step. `prefix` is what all prompts have in common; 0 means that it is not computed once."""
+    """Token counts of one step. `prefix` is the length of the prefix that all prompts share; 0 if it is not shared."""
 
     rows: int
     prompt: int
-    """tokens of all prompts together"""
+    """Number of tokens of all prompts together."""
     new: int
-    """tokens written for each prompt"""
+    """Number of tokens generated per prompt."""
     prefix: int = 0
 
     @property
     def prefill(self) -> int:
-        """Prompt tokens that must go through a model."""
+        """The number of prompt tokens that a model must process."""
         return self.prompt - (self.rows - 1) * self.prefix
 
     @property
     def read(self) -> int:
-        """Tokens that teacher and learner must read: the last token of each answer predicts nothing."""
+        """The number of tokens that teacher and learner must process, without the last token of each answer."""
         return self.prefill + self.rows * (self.new - 1)
 
     @property
     def context(self) -> float:
-        """Mean number of keys that a token looks at."""
+        """The mean number of keys that a token attends to."""
         return (self.prompt / self.rows + self.new) / 2
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured speed: fp32 matmul and reading from memory."""
+    """The measured speed of fp32 matmul and of reading from memory."""
 
     flops: float
     bandwidth: float
 
     def seconds(self, flops: float = 0.0, bytes_read: float = 0.0) -> float:
-        """Least time for this work: arithmetic and memory traffic overlap perfectly."""
+        """Return the minimum time for this work, if arithmetic and memory traffic overlap perfectly."""
         return max(flops / self.flops, bytes_read / self.bandwidth)
 
 
 def forward_flops(shape: Shape, tokens: StepTokens) -> float:
-    """One pass over all that must be read, with logits at the answer's positions only."""
+    """Return the flops of one forward pass over all tokens, with logits only at answer positions."""
     body = 2.0 * shape.body_weights * tokens.read + shape.attention_flops(tokens.read, tokens.context)
     return body + 2.0 * shape.head_weights * tokens.rows * tokens.new
 
 
 def phase_limits(student: Shape, teacher: Shape, tokens: StepTokens, machine: Machine) -> dict[str, float]:
-    """Least seconds of each phase.
+    """Return the minimum seconds of each phase.
 
-    generate: prompts once, then `new - 1` decode ticks that each read all weights and the cache.
-    teacher: one forward pass. update: forward and backward (three forward passes), then one AdamW step, which reads
-    weights, gradients and two moments and writes all but the gradients.
+    generate: prompts once, then `new - 1` decode steps that each read all weights and the cache.
+    teacher: one forward pass.
+    update: forward and backward (three forward passes), then one AdamW step, which reads weights, gradients and two
+    moments and writes all but the gradients.
     """
     prefill = 2.0 * student.body_weights * tokens.prefill
     prefill += student.attention_flops(tokens.prefill, tokens.prompt / tokens.rows / 2)
@@ -130,7 +133,7 @@ def phase_limits(student: Shape, teacher: Shape, tokens: StepTokens, machine: Ma
 
 
 def best_seconds(function: Callable[[], object], repeats: int) -> float:
-    """Fastest of several calls, after one to warm up."""
+    """Return the time of the fastest of several calls, after one for warm-up."""
     function()
     seconds = []
     for _ in range(repeats):
@@ -141,7 +144,7 @@ def best_seconds(function: Callable[[], object], repeats: int) -> float:
 
 
 def measure(shape: Shape, tokens: int, rows: int, repeats: int = 7, words: int = 1 << 27) -> dict[str, Any]:
-    """GFLOP/s of the model's matmuls and GB/s of reading a tensor of `words`, by number of threads."""
+    """Measure GFLOP/s of the model's matmuls and GB/s of reading a tensor of `words` numbers, by number of threads."""
     import torch
 
     sizes = {
@@ -166,7 +169,7 @@ def measure(shape: Shape, tokens: int, rows: int, repeats: int = 7, words: int =
 
 
 def machine_of(measured: dict[str, Any], threads: int) -> Machine:
-    """The best large matmul and the read bandwidth at that number of threads."""
+    """Return the best matmul speed and the read bandwidth at that number of threads."""
     speeds = measured[str(threads)]
     large = [value for name, value in speeds["matmul_gflops"].items() if name != "decode_head"]
     return Machine(flops=max(large) * 1e9, bandwidth=speeds["read_gbytes"] * 1e9)
@@ -177,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="model directory whose matrix sizes are used")
     parser.add_argument("--tokens", type=int, default=1200)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tiny", action="store_true", help="few tokens, once: shows that it runs, measures nothing")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens, once, to check that it runs")
     options = parser.parse_args(arguments)
     sizes = (32, 2, 1, 1 << 16) if options.tiny else (options.tokens, options.rows)
     print(json.dumps(measure(Shape.of(options.model), *sizes), indent=2))

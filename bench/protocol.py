@@ -1,13 +1,14 @@
-"""How the driver and a side talk, and how a side measures itself. Standard library only: both environments import it.
+"""The protocol between the driver and a side, and how a side measures itself. Both environments import this module, so
+it uses only the standard library.
 
-A side is a process that holds models and optimizer and waits. It says `{"ready": …}` once, then answers one JSON line
-per JSON line:
+A side is a process that loads models and optimizer and waits for commands. It sends `{"ready": …}` once, and then one
+JSON line for each JSON line that it receives:
 
     {"cmd": "step"}        ->  {"seconds": …, "phases": {…}, "rss_peak": …, "new_tokens": …, "prompt_tokens": …}
-    {"cmd": "reset_peak"}  ->  {"rss": …}     peak memory counts from here
+    {"cmd": "reset_peak"}  ->  {"rss": …}     resets the peak memory
     {"cmd": "quit"}        ->  the process ends
 
-While a side waits it computes nothing, so sides can take turns step by step on one machine.
+A waiting side does not compute, so sides can take turns step by step on one machine.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("generate", "teacher", "update")
-"""Student writes; teacher reads; forward, loss, backward, clipping and optimizer."""
+"""Generation by the student; scoring by the teacher; forward, loss, backward, clipping and optimizer."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The step that every side does. The driver hands it to the sides as JSON."""
+    """The work of a step, which is the same for every side. The driver sends it to the sides as JSON."""
 
     teacher: str
-    """directory of the whole model"""
+    """Directory of the complete model."""
     student: str
-    """directory of the cut model"""
+    """Directory of the model with layers removed."""
     prompts: tuple[str, ...]
-    """user messages; step k takes the k-th slice of `prompts_per_step`, over and over"""
+    """User messages; step k uses the k-th slice of `prompts_per_step`, cyclically."""
     prompts_per_step: int = 16
     new_tokens: int = 40
     lr: float = 1e-4
@@ -51,7 +52,7 @@ class Work:
             )
 
     def batch(self, step: int) -> tuple[str, ...]:
-        """User messages of one step."""
+        """Return the user messages of one step."""
         start = step * self.prompts_per_step % len(self.prompts)
         return self.prompts[start : start + self.prompts_per_step]
 
@@ -68,7 +69,7 @@ class Work:
 
 @dataclass
 class PhaseClock:
-    """Seconds per phase of the current step. Time inside a nested phase belongs to the nested one alone."""
+    """Measures seconds per phase of the current step. Time in a nested phase counts only for the nested one."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     _open: list[str] = field(default_factory=list)
@@ -97,14 +98,14 @@ class PhaseClock:
             self.leave()
 
     def take(self) -> dict[str, float]:
-        """The phases so far; the clock starts again from nothing."""
+        """Return the phases so far and reset the clock."""
         self._charge()
         taken, self.seconds = self.seconds, {}
         return taken
 
 
 def memory(key: str) -> int:
-    """Bytes of `VmRSS` (resident now) or `VmHWM` (highest since the last reset) of this process."""
+    """Return `VmRSS` (current resident size) or `VmHWM` (peak since the last reset) of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -112,13 +113,13 @@ def memory(key: str) -> int:
 
 
 def reset_peak() -> int:
-    """Let `VmHWM` start again from what is resident now; returns that."""
+    """Reset `VmHWM` to the current resident size, and return that."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def static_floor(libraries: int, student_bytes: int, teacher_bytes: int) -> dict[str, int]:
-    """Bytes that a side cannot do without: the process after imports, weights, gradients, two Adam moments, teacher."""
+    """Return the minimum memory of a side: the process after imports, weights, gradients, two Adam moments, teacher."""
     parts = {
         "libraries": libraries,
         "student": student_bytes,
@@ -130,10 +131,10 @@ def static_floor(libraries: int, student_bytes: int, teacher_bytes: int) -> dict
 
 
 class Channel:
-    """The side's end of the conversation.
+    """The side's end of the protocol.
 
-    It takes the process's real standard output for itself and points file descriptor 1 at standard error, so that a
-    library that prints cannot spoil the protocol.
+    It keeps the original standard output for itself and redirects file descriptor 1 to standard error, so that output
+    of libraries does not break the protocol.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,7 @@ class Channel:
         self._out.flush()
 
     def steps(self) -> Iterator[None]:
-        """Yields when a step is asked for; answers everything else; ends at quit or when the driver is gone."""
+        """Yield for every requested step and answer all other commands, until `quit` or until the driver closes."""
         for line in self._in:
             command = json.loads(line)["cmd"]
             if command == "step":
@@ -161,9 +162,9 @@ class Channel:
                 self.send({"error": f"unknown command {command!r}: step, reset_peak or quit"})
 
     def send_step(self, phases: dict[str, float], counts: dict[str, float]) -> None:
-        """Answer the step that was asked for last: its time runs from the command's arrival to this call.
+        """Report the last requested step. Its time is measured from the arrival of the command to this call.
 
-        `counts` holds at least `new_tokens` and `prompt_tokens`, as the side really saw them.
+        `counts` contains at least the actual `new_tokens` and `prompt_tokens` of the side.
         """
         seconds = time.perf_counter() - self._started
         split = {**phases, "other": seconds - sum(phases.values())}

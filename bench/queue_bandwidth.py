@@ -1,12 +1,12 @@
-"""The TransferQueue back end of the sample queue against TransferQueue itself: the same rows, in turns, in one run.
+"""Compare the TransferQueue back end of the sample queue with plain TransferQueue, on the same rows and in turns.
 
     python -m bench.queue_bandwidth               1,000 rows; adds `queue_bandwidth` to bench/results.json
-    python -m bench.queue_bandwidth --rows 100    fewer rows: prints only
-    python -m bench.queue_bandwidth --tiny        16 rows, once: shows that both sides run
+    python -m bench.queue_bandwidth --rows 100    fewer rows; prints only
+    python -m bench.queue_bandwidth --tiny        16 rows, once, to check that both sides run
 
-Ours is what a run does: `put` of every row (checked, leased, coalesced, entered in the ledger) and `get` of a taken
-reference, as a batch. Raw is what TransferQueue's own user does: the rows made into a TensorDict, `kv_batch_put` and
-`kv_batch_get`; the put of a TensorDict that is there already is shown too.
+"Ours" does what a run does: `put` of every row (checked, leased, coalesced, entered in the ledger) and `get` of a taken
+reference as a batch. "Raw" does what a user of TransferQueue does: convert the rows to a TensorDict, `kv_batch_put` and
+`kv_batch_get`. The put of an existing TensorDict is also shown.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RESULTS = ROOT / "bench" / "results.json"
 ROWS, SAMPLES, TOP = 1000, 8, 32
 ROUNDS = 5
 WANTED = 0.8
-"""Of raw bandwidth, in each direction."""
+"""Target as a fraction of raw bandwidth, in each direction."""
 WHAT = ("put", "get", "bare_put")
 ACTORS = ("ray::Clerk", "ray::TransferQueueController", "ray::SimpleStorageUnit")
 
 
 def make_rows(count: int) -> list[dict[str, Any]]:
-    """Ragged rows of 50 to 670 actions after a prompt of 50 tokens."""
+    """Return ragged rows of 50 to 670 actions after a prompt of 50 tokens."""
     import torch
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
 
 
 async def ours(queue: Any, rows: Sequence[dict[str, Any]], first: int) -> tuple[float, float]:
-    """Seconds of all puts and of the get, of groups `first` and following."""
+    """Return the seconds of all puts and of the get, for groups from `first` on."""
     from tutelage.data.trajectory import GroupKey, Key
 
     groups = len(rows) // SAMPLES
@@ -77,7 +77,7 @@ async def ours(queue: Any, rows: Sequence[dict[str, Any]], first: int) -> tuple[
 
 
 def raw(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Seconds of making a TensorDict and putting it, of getting it back, and of the put alone."""
+    """Return the seconds of creating and putting a TensorDict, of getting it back, and of the put alone."""
     import torch
     import transfer_queue  # type: ignore[import-untyped]
     from tensordict import TensorDict
@@ -105,7 +105,7 @@ def raw(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
 
 
 async def first_row(queue: Any, row: dict[str, Any], uid: int) -> float:
-    """Seconds from `put` of a whole group until its data is there, in a queue that is idle."""
+    """Return the seconds from `put` of a complete group until its data has arrived, in an idle queue."""
     from tutelage.data.trajectory import GroupKey, Key
 
     key = Key("train", uid, 0, 0, 0)
@@ -121,7 +121,7 @@ async def first_row(queue: Any, row: dict[str, Any], uid: int) -> float:
 
 
 def memory(names: Sequence[str]) -> dict[str, float]:
-    """Resident bytes of this run's processes with these titles."""
+    """Return the resident bytes of this run's processes with these titles."""
     parents: dict[int, int] = {}
     titles: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
@@ -130,7 +130,7 @@ def memory(names: Sequence[str]) -> dict[str, float]:
         try:
             status = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines() if ":\t" in line)
             titles[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         parents[int(entry.name)] = int(status["PPid"])
     found: dict[str, float] = {}
@@ -149,7 +149,7 @@ def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
 
 
 def measure(count: int, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Both sides in turns; medians."""
+    """Measure both sides in turns and return the medians."""
     rows = make_rows(count // SAMPLES * SAMPLES)
     size = sum(value.nbytes for row in rows for value in row.values())
 
@@ -179,7 +179,7 @@ def measure(count: int, rounds: int = ROUNDS) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--tiny", action="store_true", help="16 rows, once: shows that it runs, measures nothing")
+    parser.add_argument("--tiny", action="store_true", help="16 rows, once, to check that it runs")
     args = parser.parse_args(arguments)
     found = measure(2 * SAMPLES, rounds=1) if args.tiny else measure(args.rows)
     print(f"{found['rows']} rows, {found['bytes'] / 1e6:.0f} MB")
@@ -187,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raw_rate, our_rate = (found[side][what] / 1e6 for side in ("raw", "ours"))
         verdict = "" if found["ratio"][what] >= WANTED else f", wanted {WANTED}"
         print(f"{what}  raw {raw_rate:6.0f} MB/s  ours {our_rate:6.0f} MB/s  ratio {found['ratio'][what]:.2f}{verdict}")
-    print(f"put of a TensorDict that is there already: raw {found['raw']['bare_put'] / 1e6:.0f} MB/s")
-    print(f"first row, from put to its data at the taker: {found['first_row'] * 1e3:.1f} ms")
+    print(f"put of an existing TensorDict: raw {found['raw']['bare_put'] / 1e6:.0f} MB/s")
+    print(f"first row, from put until its data has arrived: {found['first_row'] * 1e3:.1f} ms")
     for name, used in found["idle"].items():
         print(f"idle {name.removeprefix('ray::')}: {used / 1e6:.0f} MB")
     if args.rows == ROWS and not args.tiny:

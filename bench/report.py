@@ -12,11 +12,11 @@ from bench.protocol import PHASES
 
 GB = 1e9
 WIDTH = 110
-"""Columns that the widest table needs with the settings of a side in its name."""
+"""Minimum console width, for the widest table with the settings of a side in its name."""
 
 
 def show(results: dict[str, Any], console: Console | None = None) -> None:
-    """Print everything that matters from the content of results.json."""
+    """Print the content of results.json as tables."""
     console = console or Console(width=max(WIDTH, Console().width))
     step = results["opd_step"]
     sides = {name: value for name, value in step.items() if isinstance(value, dict) and "phases" in value}

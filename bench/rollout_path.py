@@ -1,15 +1,15 @@
-"""What a trajectory costs besides the models: loop, router, scoring and queue, with an engine that answers at once.
+"""Measure the overhead of a trajectory (loop, router, scoring and queue) with an engine that answers immediately.
 
     python -m bench.rollout_path                    100 and 10,000 episodes, embedded and on Ray
     python -m bench.rollout_path --only embedded    one of them
-    python -m bench.rollout_path --profile          where the time of the embedded path goes
-    python -m bench.rollout_path --tiny             16 and 32 episodes, once: shows that both run
+    python -m bench.rollout_path --profile          profile of the embedded path
+    python -m bench.rollout_path --tiny             16 and 32 episodes, once, to check that both run
 
-All episodes of a run are in flight together, 8 of each prompt; a teacher scores each with its top 32. Runs of 100 go
-three side by side, so that at least 256 are in flight as in a large one; one of them alone is shown too: it waits
-more than it works. On Ray they run in one worker actor, and replicas are assigned by the load balancers of the
-coordinator, which is another; writes to the queue may wait 10 ms for others. A run ends when its driver has taken every
-group.
+All episodes of a run are in flight at the same time, 8 per prompt; a teacher scores each with its top 32 tokens. Three
+runs of 100 episodes run concurrently, so that at least 256 episodes are in flight as in a large run. A single run of
+100 is also shown; it mostly waits. On Ray, episodes run in one worker actor, and the load balancers of the coordinator,
+another actor, assign replicas. Writes to the queue may wait 10 ms to be coalesced. A run ends when its driver has taken
+every group.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """Episodes of a small and of a large run, and how often each is measured."""
+    """The number of episodes of a small and of a large run, and the number of measurements."""
 
     few: int = 100
     many: int = 10_000
     few_rounds: int = 9
     many_rounds: int = 3
     beside: int = 3
-    """small runs side by side: 256 episodes are in flight at least"""
+    """Number of concurrent small runs, so that at least 256 episodes are in flight."""
 
     def beside_of(self, episodes: int) -> int:
         return self.beside if episodes == self.few else 1
@@ -63,17 +63,17 @@ class Sizes:
 
 TINY = Sizes(2 * SAMPLES, 4 * SAMPLES, 1, 1)
 PROMPT, ANSWER, TOP = 32, 32, 32
-"""Tokens of a prompt and of an answer; most likely tokens that the teacher names."""
+"""Tokens per prompt, tokens per answer, and k of the teacher's top-k payload."""
 WINDOW = 0.01
 WANTED = {"embedded": 0.2, "ray": 1.0}
-"""Milliseconds per trajectory."""
+"""Target in milliseconds per trajectory."""
 EVEN = 1.2
-"""Cost per trajectory of many episodes against few, at most."""
+"""Maximum cost per trajectory of a large run, relative to a small one."""
 NEEDS = ("tokens", "teacher_topk_logp")
 
 
 class AtOnce:
-    """An engine whose answers are there already: the same for everyone."""
+    """An engine that returns the same prepared answer to every request immediately."""
 
     def __init__(self) -> None:
         ids, logp = torch.arange(ANSWER), torch.full((ANSWER,), -1.0)
@@ -90,7 +90,7 @@ class AtOnce:
 
 
 class Ids:
-    """Stands in for a tokenizer."""
+    """A stub of a tokenizer."""
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         return list(range(PROMPT))
@@ -103,7 +103,7 @@ class Ids:
 
 
 def make_rollout(queue: SampleQueue, balancers: LoadBalancerClient | None = None) -> Rollout:
-    """The parts of a run with two student and two teacher replicas; its load balancers are its own or shared."""
+    """Build the parts of a run with two student and two teacher replicas, with its own or shared load balancers."""
     students = Router("student", [AtOnce(), AtOnce()], balancers and balancers["student"])
     pool = TeacherPool("teacher", [AtOnce(), AtOnce()], balancers and balancers["teacher"])
     client = TeacherClient({"teacher": ResidentTeacher(pool, 0, Ids())}, None)
@@ -122,24 +122,24 @@ def make_rollout(queue: SampleQueue, balancers: LoadBalancerClient | None = None
 
 
 async def run_prompts(rollout: Rollout, prompts: Sequence[Prompt]) -> int:
-    """Episodes that were completed."""
+    """Run prompts and return the number of completed episodes."""
     order = RolloutRequest("train", SAMPLES, Sampling(), Want(top_k=TOP), seed=0)
     return sum([1 async for outcome in rollout.run(order, prompts) if isinstance(outcome, EpisodeDone)])
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one run."""
+    """The time of one run, in seconds."""
 
     whole: float
     first: float
-    """until its first group was taken"""
+    """Time until the first group was taken."""
 
 
 async def measure(
     queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]], episodes: int, beside: int = 1
 ) -> Cost:
-    """Open the groups, run them elsewhere or here, take them all; so many runs at once."""
+    """Open the groups, run their episodes with `work`, and take all groups, with `beside` concurrent runs."""
     groups = -(-episodes // SAMPLES)
     runs = [
         [Prompt(uid, uid + 1, "bench", (Message("user", ""),)) for uid in range(run * groups, (run + 1) * groups)]
@@ -163,7 +163,7 @@ async def measure(
 async def rounds(
     queue: SampleQueue, work: Callable[[list[Prompt]], Awaitable[int]], sizes: Sizes
 ) -> dict[tuple[int, int], Cost]:
-    """Medians by episodes of a run and runs side by side, in turns, after one run that is not counted."""
+    """Return the medians by number of episodes and of concurrent runs, measured in turns after a warm-up run."""
     await measure(queue, work, sizes.few)
     seen: dict[tuple[int, int], list[Cost]] = {(sizes.few, 1): [], (sizes.few, sizes.beside): [], (sizes.many, 1): []}
     for at in range(max(sizes.few_rounds, sizes.many_rounds)):
@@ -183,7 +183,7 @@ def embedded(sizes: Sizes) -> dict[tuple[int, int], Cost]:
 
 
 class Worker:
-    """A process that runs episodes, as an agent-loop worker does."""
+    """An actor that runs episodes like an agent-loop worker."""
 
     def __init__(self, queue: SampleQueue) -> None:
         from tutelage.backends.ray.coordinator import connect_load_balancers, find_coordinator
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(WANTED))
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="few episodes, once: shows that it runs, measures nothing")
+    parser.add_argument("--tiny", action="store_true", help="a few episodes, once, to check that it runs")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = TINY if args.tiny else Sizes()

@@ -1,4 +1,4 @@
-"""Processes of the benchmark: the environment they share, how they are started, asked and ended."""
+"""The processes of the benchmark: their environment, and how they are started, queried and stopped."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from bench.stats import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL_ENVIRONMENT = ROOT / ".venv-trl"
-"""made by bench/setup_trl.sh; our own side runs with the interpreter of the driver"""
+"""Created by bench/setup_trl.sh. The side of tutelage uses the interpreter of the driver."""
 SETTINGS: dict[str, dict[str, str]] = {
     OURS: {},
     "trl_gkd": {"micro_batch": "16", "attention": "sdpa"},
     "trl_distillation": {"micro_batch": "16", "attention": "sdpa", "cache": "dynamic"},
 }
-"""What each side runs with unless told otherwise; bench/README.md says what is known about these choices."""
+"""The default settings of each side; bench/README.md explains them."""
 
 
 class SideError(RuntimeError):
-    """A side did not start, answered nonsense or died."""
+    """A side did not start, sent an invalid answer or died."""
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Variables that all sides run with.
+    """Return the environment variables of all sides.
 
-    glibc keeps freed memory instead of returning it after every large tensor (worth up to 30% to each side), with one
-    arena so that this holds for all threads. How OpenMP threads wait is left at its default, the fastest for every
-    side: one that is not its turn spins for some milliseconds and then sleeps.
+    glibc keeps freed memory instead of returning it after every large tensor, which is up to 30% faster for each side,
+    and uses one arena so that this applies to all threads. The wait policy of OpenMP threads has its default, which is
+    the fastest for every side: threads of a waiting side spin for some milliseconds and then sleep.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_"))}
     return {
@@ -51,7 +51,7 @@ def environment(threads: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Spec:
-    """A side and its settings. Written `trl_distillation` or `trl_distillation:micro_batch=8,cache=static`."""
+    """A side with its settings, in the form `trl_distillation` or `trl_distillation:micro_batch=8,cache=static`."""
 
     side: str
     settings: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Spec:
 
 
 class Side:
-    """A running side. Use as a context manager: it ends with the block."""
+    """A running side. As a context manager, it stops at the end of the block."""
 
     def __init__(self, spec: Spec, work: Path, variables: Mapping[str, str], log: Path) -> None:
         self.name = spec.name
@@ -134,7 +134,7 @@ class Side:
         return SideError(f"{self.name} ended with status {self._process.returncode}. The end of what it said:\n{tail}")
 
     def _end(self) -> None:
-        """Closing its input asks the side to leave; one that does not is killed."""
+        """Close the input of the side, which asks it to exit, and kill it if it does not."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

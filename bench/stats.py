@@ -1,4 +1,4 @@
-"""From the answers of the sides to the figures that are reported. No torch, no processes."""
+"""Compute the reported figures from the answers of the sides."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ TRL = ("trl_gkd", "trl_distillation")
 
 
 class BadRun(RuntimeError):
-    """Sides did not do the same work; their figures must not be compared."""
+    """The sides did not do the same work, so their figures cannot be compared."""
 
 
 def check_same_work(rounds: Mapping[str, Sequence[Mapping[str, Any]]], new_tokens: int, prompts: Sequence[int]) -> None:
-    """Every side must have written `new_tokens` in every step, and read the `prompts[k]` prompt tokens of step k."""
+    """Check that every side generated `new_tokens` in every step and read the `prompts[k]` prompt tokens of step k."""
     problems = []
     for side, steps in rounds.items():
         for index, (step, expected) in enumerate(zip(steps, prompts, strict=True)):
@@ -30,7 +30,7 @@ def check_same_work(rounds: Mapping[str, Sequence[Mapping[str, Any]]], new_token
 
 
 def check_same_libraries(ready: Mapping[str, Mapping[str, Any]]) -> None:
-    """All sides must run the same torch and transformers: trainers are compared, not releases."""
+    """Check that all sides use the same versions of torch and transformers."""
     for library in ("torch", "transformers"):
         found = {side: message["versions"][library] for side, message in ready.items()}
         if len(set(found.values())) > 1:
@@ -39,7 +39,7 @@ def check_same_libraries(ready: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def summarise(steps: Sequence[Mapping[str, Any]], ready: Mapping[str, Any]) -> dict[str, Any]:
-    """Medians of one side's measured steps; its peak memory is the highest of them."""
+    """Return the medians of one side's measured steps, and its highest peak memory."""
     seconds = median(step["seconds"] for step in steps)
     names = {name: None for step in steps for name in step["phases"]}
     peak = max(step["rss_peak"] for step in steps)
@@ -57,7 +57,7 @@ def summarise(steps: Sequence[Mapping[str, Any]], ready: Mapping[str, Any]) -> d
 
 
 def faster_trl(summaries: Mapping[str, Mapping[str, Any]]) -> str:
-    """The TRL side to beat: the one with fewer seconds a step."""
+    """Return the name of the faster TRL side."""
     measured = [side for side in TRL if side in summaries]
     if not measured:
         raise BadRun("no TRL side was measured: there is nothing to compare with")
@@ -65,10 +65,10 @@ def faster_trl(summaries: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def compare(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """How many times faster than TRL's faster trainer we are, and our share of its peak memory.
+    """Compare speed and peak memory with the faster TRL trainer.
 
-    `ratio_range` holds the lowest and highest ratio of steps that ran next to each other: the noise of the machine.
-    `rss_vs_trl_lowest` is against the TRL side that needs least memory, whichever that is.
+    `ratio_range` is the lowest and highest ratio of neighbouring steps and shows the noise of the machine.
+    `rss_vs_trl_lowest` compares with the TRL side that needs the least memory.
     """
     ours = summaries[OURS]
     better = faster_trl(summaries)
@@ -85,5 +85,5 @@ def compare(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def shares(phases: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, float]:
-    """Each phase's limit as a share of the time it took: 1 is as fast as the machine allows."""
+    """Return the minimum time of each phase divided by its actual time; 1 is as fast as the machine allows."""
     return {name: limits[name] / phases[name] for name in limits if phases.get(name)}

@@ -1,10 +1,10 @@
-"""TRL's side of the benchmark: GKDTrainer or DistillationTrainer, stepped from outside. Runs inside `.venv-trl`.
+"""The TRL side of the benchmark: GKDTrainer or DistillationTrainer, stepped by the driver. It runs in `.venv-trl`.
 
-The trainer's own loop runs untouched; a callback holds it between two steps until the driver asks for the next one. A
-step's time is everything the loop does from the end of one update to the end of the next, batch loading included.
-Phases are taken by wrapping the student's `generate` and the teacher's forward; the rest of the training step, the
-clipping and the optimizer are the update. (DistillationTrainer applies the teacher's output head inside its chunked
-loss: that part of the teacher's work counts as update there.)
+The trainer's own loop is unchanged; a callback blocks it between two steps until the driver requests the next one. The
+time of a step covers everything from the end of one update to the end of the next, including batch loading. Phases are
+measured by wrapping the student's `generate` and the teacher's forward; the rest of the training step, the clipping and
+the optimizer count as update. DistillationTrainer applies the teacher's output head in its chunked loss, so that part
+of the teacher's work counts as update.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer  # type: ignore[import-no
 from bench.protocol import Channel, PhaseClock, Work, memory, static_floor
 
 MAX_STEPS = 300
-"""Length of the dataset in steps; the driver stops long before."""
+"""Length of the dataset in steps, which is more than the driver requests."""
 
 
 class StopTraining(Exception):
-    """The driver wants no further step."""
+    """The driver requests no further steps."""
 
 
 class Probe:
-    """Times the phases of a trainer and counts what its steps really do."""
+    """Measures the phases of a trainer and counts the actual work of its steps."""
 
     def __init__(self, trainer: Any) -> None:
         self.clock = PhaseClock()
@@ -73,7 +73,7 @@ class Probe:
         self._counts["grad_norm"] = float(result)
 
     def end_of_step(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Phases and counts of the step that just ended; refuses a step that did not update."""
+        """Return the phases and counts of the last step. Raises if the step did not update the weights."""
         phases, counts = self.clock.take(), self._counts
         missing = {"generate", "teacher", "update"} - phases.keys()
         if missing:
@@ -85,7 +85,7 @@ class Probe:
 
 
 class StepGate(TrainerCallback):
-    """Holds the trainer between steps and reports each one."""
+    """Blocks the trainer between steps and reports each step."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -112,7 +112,7 @@ class StepGate(TrainerCallback):
 
 
 def shared_settings(work: Work, micro_batch: int, output: str) -> dict[str, Any]:
-    """Arguments of both trainers: the work and nothing else (no logs, saves, checkpointing or mixed precision)."""
+    """Return the common arguments of both trainers, without logs, saves, checkpointing or mixed precision."""
     micro_batch = min(micro_batch, work.prompts_per_step)
     return {
         "output_dir": output,
@@ -143,12 +143,12 @@ def shared_settings(work: Work, micro_batch: int, output: str) -> dict[str, Any]
 
 
 def rows(work: Work) -> list[list[dict[str, str]]]:
-    """Conversations of all steps in order."""
+    """Return the conversations of all steps in order."""
     return [[{"role": "user", "content": text}] for step in range(MAX_STEPS) for text in work.batch(step)]
 
 
 def build_gkd(work: Work, options: argparse.Namespace, output: str, parts: dict[str, Any]) -> Any:
-    """GKDTrainer, fully on-policy. Its collator wants an answer in the data; generation replaces it."""
+    """Build a fully on-policy GKDTrainer. Its collator requires an answer in the data, which generation replaces."""
     answer = {"role": "assistant", "content": " ok" * (work.new_tokens - 2)}
     config = GKDConfig(
         **shared_settings(work, options.micro_batch, output),
@@ -164,7 +164,8 @@ def build_gkd(work: Work, options: argparse.Namespace, output: str, parts: dict[
 
 
 def build_distillation(work: Work, options: argparse.Namespace, output: str, parts: dict[str, Any]) -> Any:
-    """DistillationTrainer: generates for the whole step at once, updates in micro-batches, chunked loss."""
+    """Build a DistillationTrainer, which generates for the whole step at once and updates in micro-batches with a
+    chunked loss."""
     config = DistillationConfig(
         **shared_settings(work, options.micro_batch, output),
         max_completion_length=work.new_tokens,
@@ -186,12 +187,12 @@ def parse() -> argparse.Namespace:
 
 
 def parameter_bytes(model: Any) -> int:
-    """Bytes of all weights; tied ones count once."""
+    """Return the bytes of all weights; tied weights count once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def serve(options: argparse.Namespace, work: Work, channel: Channel, output: str) -> None:
-    """Load the models, say that the side is ready, and step until the driver has enough."""
+    """Load the models, report that the side is ready, and run the requested steps."""
     libraries = memory("VmRSS")
     gate = StepGate(channel)
     load: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": options.attention}

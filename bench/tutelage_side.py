@@ -1,4 +1,4 @@
-"""This project's side of the benchmark: the same protocol as TRL's. Runs inside `.venv`."""
+"""The tutelage side of the benchmark, with the same protocol as the TRL side. It runs in `.venv`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.tutelage_step import Stepper, build
 
 
 def serve(channel: Channel, stepper: Stepper, libraries: int) -> None:
-    """Say that the side is ready, and step until the driver has enough."""
+    """Report that the side is ready, and run the requested steps."""
     channel.send(
         {
             "ready": True,

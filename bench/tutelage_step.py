@@ -1,6 +1,6 @@
-"""The one file of the benchmark that calls tutelage: it builds the run once and does one step of it at a time.
+"""Build a run of tutelage and run single steps of it. This is the only file of the benchmark that calls tutelage.
 
-The step is `tutelage.loop.step`, the same that `tutelage train` repeats: record and metrics included.
+A step is `tutelage.loop.step`, as in `tutelage train`, including record and metrics.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from tutelage.record.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did."""
+    """The result of one step."""
 
     phases: dict[str, float]
-    """seconds of `generate`, `teacher` and `update`; what they leave of the step is reported as `other`"""
+    """Seconds of `generate`, `teacher` and `update`; the rest of the step is reported as `other`."""
     new_tokens: int
-    """tokens that the student wrote"""
+    """Number of tokens that the student generated."""
     prompt_tokens: int
-    """tokens of the prompts, chat template included, each prompt counted whole"""
+    """Number of prompt tokens, including the chat template and shared prefixes."""
     loss: float
-    """mean KL(student‖teacher) per new token, nats"""
+    """Mean KL(student‖teacher) per new token, in nats."""
 
 
 class Stepper(Protocol):
-    """A loaded run that can be stepped."""
+    """A loaded run that runs single steps."""
 
     student_bytes: int
-    """bytes of the student's weights"""
+    """Bytes of the student's weights."""
     teacher_bytes: int
-    """bytes of the teacher's weights"""
+    """Bytes of the teacher's weights."""
 
     def close(self) -> None:
-        """Stop the run and delete what it wrote."""
+        """Stop the run and delete its files."""
 
     def step(self) -> StepReport:
         """Generate for the next `work.batch(step)`, score with the teacher, update the student once."""
 
 
 class TutelageStepper:
-    """A run of tutelage whose steps somebody else asks for."""
+    """A run of tutelage that is stepped from outside."""
 
     def __init__(self, run: train.Run, prompt_tokens: list[int], per_step: int) -> None:
         self.run = run
@@ -65,7 +65,7 @@ class TutelageStepper:
         self.student_bytes = _bytes(backend.student.model.model)
         self.teacher_bytes = sum(_bytes(engine.model.model) for engine in backend.teachers.values())
         self.loop = asyncio.new_event_loop()
-        self.running = backend.running()  # kept, or it would be left when nobody refers to it
+        self.running = backend.running()  # a reference keeps the context manager open
         self.loop.run_until_complete(self.running.__aenter__())
         self.loop.run_until_complete(backend.publish(run.version))
 
@@ -87,7 +87,7 @@ class TutelageStepper:
 
 
 def build(work: Work) -> Stepper:
-    """Load student and teacher and be ready for the first step."""
+    """Load student and teacher and prepare the first step."""
     directory = Path(tempfile.mkdtemp(prefix="tutelage-bench-run-"))
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in work.prompts))

@@ -1,4 +1,4 @@
-"""Mutation testing: small faults are put into the code that decides what a run learns, and the tests must notice.
+"""Mutation testing: insert small faults into the training code and check that the tests detect them.
 
 `make mutants` runs it; see mutants/README.md.
 """

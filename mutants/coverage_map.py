@@ -1,4 +1,4 @@
-"""Which tests run which lines, and how long each test takes: measured once, kept in .mutants/."""
+"""Measure which tests run which lines and how long each test takes, and cache the result in .mutants/."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def pytest_runtest_protocol(item, nextitem):
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """What a set of tests covers."""
+    """The coverage and durations of a set of tests."""
 
     lines: dict[str, dict[int, list[str]]]
-    """path → line → node ids; line 0: all tests that run any line of the file"""
+    """path → line → node ids; line 0 has all tests that run any line of the file."""
     seconds: dict[str, float]
     _slowest: dict[str, float] = field(default_factory=dict)
     _breadth: dict[str, int] = field(default_factory=dict)
 
     def of(self, path: str, line: int) -> list[str]:
-        """Tests that run a line, the most specific first: those that run the fewest lines of the code looked at. For
-        lines that run at import, the tests of the whole file."""
+        """Return the tests that run a line, those with the fewest covered lines first. For lines that run at import,
+        return the tests of the whole file."""
         covered = self.lines.get(path, {})
         found = covered.get(line) or covered.get(0, [])
         return sorted(found, key=lambda test: (self.breadth(test), self.seconds.get(test, 1.0), test))
 
     def breadth(self, test: str) -> int:
-        """Lines that a test runs."""
+        """Return the number of lines that a test runs."""
         if not self._breadth:
             for of_file in self.lines.values():
                 for number, tests in of_file.items():
@@ -51,8 +51,8 @@ class Tests:
         return self._breadth.get(test, 0)
 
     def slowest(self, test: str) -> float:
-        """Seconds of the slowest test in the file of this one: what takes long there is mostly a fixture, and the first
-        test of the file pays for it, whichever it is."""
+        """Return the seconds of the slowest test in the same file. Fixtures usually take most of the time, and the
+        first test of the file pays for them."""
         if not self._slowest:
             for name, seconds in self.seconds.items():
                 file = name.split("::")[0]
@@ -61,7 +61,7 @@ class Tests:
 
 
 def measure(root: Path, work: Path, targets: Sequence[str], tests: Sequence[str]) -> Tests:
-    """Run the tests file by file, two at a time, with a context per test."""
+    """Run the test files, two at a time, with a coverage context per test."""
     work.mkdir(exist_ok=True)
     (work / "mutants_contexts.py").write_text(PLUGIN)
     (work / "coveragerc").write_text("[run]\ninclude =\n" + "".join(f"    {root / path}\n" for path in targets))

@@ -1,4 +1,4 @@
-"""Faults that once went unnoticed: they are always part of the run."""
+"""Faults that tests once did not detect. They are always part of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Named:
         source = (root / self.path).read_bytes()
         places = source.count(self.before.encode())
         if places != 1:
-            raise SystemExit(f"{self.what}: {self.before!r} stands {places} times in {self.path}, expected once")
+            raise SystemExit(f"{self.what}: {self.before!r} occurs {places} times in {self.path}, expected once")
         start = source.index(self.before.encode())
         line = source[:start].count(b"\n") + 1
         return Mutant(self.path, self.what, line, start, start + len(self.before.encode()), self.before, self.after, 0)

@@ -1,4 +1,4 @@
-"""All single faults of a source file: where, and what stands there instead."""
+"""Generate all single faults of a source file."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ TURNED = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 PAIRS = (("min", "max"), ("amin", "amax"), ("mean", "sum"), ("any", "all"))
 CALLS = {**dict(PAIRS), **{b: a for a, b in PAIRS}}
 DROPPED_CALLS = ("detach", "clamp", "clamp_min", "exp", "abs", "flip", "square", "sqrt")
-"""Methods whose call is replaced by their object."""
+"""Methods whose call is replaced by the object it is called on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault."""
+    """A fault: a replacement of bytes in a file."""
 
     path: str
     scope: str
-    """qualified name of the function or class around it"""
+    """Qualified name of the enclosing function or class."""
     line: int
     start: int
-    """first byte that is replaced"""
+    """Offset of the first replaced byte."""
     end: int
     before: str
     after: str
     nth: int
-    """which of the equal faults of that scope, counted from 0"""
+    """Index among the equal faults of that scope."""
 
     @property
     def name(self) -> str:
-        """Does not change when other code of the file does."""
+        """A name that does not change when other code of the file does."""
         text = "\0".join((self.path, self.scope, self.before, self.after, str(self.nth)))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rank(self, seed: int) -> str:
-        """Place in the order in which mutants are drawn."""
+        """Return the sort key of the order in which mutants are drawn."""
         return hashlib.sha256(f"{seed} {self.name}".encode()).hexdigest()
 
     def applied(self, source: bytes) -> bytes:
@@ -65,7 +65,7 @@ class Mutant:
 
 
 def mutants(path: str, source: bytes) -> list[Mutant]:
-    """Every fault that the operators know for this file; those that do not compile are left out."""
+    """Return all faults that the operators generate for this file and that compile."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     seen: dict[tuple[str, str, str], int] = {}
@@ -87,7 +87,7 @@ def mutants(path: str, source: bytes) -> list[Mutant]:
 
 
 class _Finder(ast.NodeVisitor):
-    """Annotations, docstrings, messages of errors and registrations of names are not mutated: they decide nothing."""
+    """Finds faults. Annotations, docstrings, error messages and registrations of names are not mutated."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self.path, self.source = path, source
@@ -127,13 +127,13 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Whether an error is raised is its condition's affair."""
+        """Skip `raise`: faults in its condition are generated elsewhere."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Assertions narrow types here."""
+        """Skip assertions, which only narrow types here."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Texts for people."""
+        """Skip formatted text."""
 
     def visit_Import(self, node: ast.Import) -> None: ...
 
@@ -189,7 +189,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         turned = isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], TURNED)
-        if not turned and not isinstance(node.test, ast.UnaryOp):  # those are turned round where they are visited
+        if not turned and not isinstance(node.test, ast.UnaryOp):  # `visit_UnaryOp` negates those
             self.add(node.test, f"not ({self.text(node.test)})")
         self.generic_visit(node)
 
@@ -220,7 +220,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _swap(self, node: ast.Call) -> None:
-        """The first two arguments change places."""
+        """Swap the first two arguments."""
         first, second = node.args[:2]
         (a, b), (c, d) = self.span(first), self.span(second)
         start, end = self.span(node)
@@ -229,7 +229,7 @@ class _Finder(ast.NodeVisitor):
         self.add(node, f"{head}{self.text(second)}{between}{self.text(first)}{tail}")
 
     def _without(self, node: ast.Call, keyword: ast.keyword) -> None:
-        """A named argument is left out, so that its default counts."""
+        """Remove a keyword argument, so that its default applies."""
         start, end = self.span(node)
         a, b = self.span(keyword.value)
         assert keyword.arg is not None

@@ -1,8 +1,8 @@
-"""Draw mutants by a seed, run the tests that cover each, and say which ones nobody noticed.
+"""Draw mutants with a fixed seed, run the tests that cover each, and report the ones that no test detects.
 
-python -m mutants.run                 all of the sample and the named ones
-python -m mutants.run --only NAME     a few of them, by the names that the report shows
-python -m mutants.run --list          the sample, without running anything
+python -m mutants.run                 the whole sample and the named mutants
+python -m mutants.run --only NAME     some of them, by the names in the report
+python -m mutants.run --list          print the sample without running it
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ HERE = ROOT / "mutants"
 SEED = 20261118
 SAMPLE = 320
 BUDGET, MINIMUM = 40.0, 10.0
-"""Seconds of tests that one mutant gets at most, by the durations that were measured without a fault; one that has had
-less than the minimum gets the next file too, however long that takes."""
+"""Maximum and minimum seconds of tests per mutant, by their durations without a fault. Below the minimum, the next test
+file is added regardless of its duration."""
 WANTED = 0.95
 BASELINE = ("tests/unit/losses/test_losses.py", "tests/unit/algorithms/test_advantages.py")
 """Tests that must pass without a fault before faults count."""
@@ -50,9 +50,9 @@ class Outcome:
     before: str
     after: str
     result: str
-    """caught, survived, timeout (a fault that hangs is caught) or uncovered"""
+    """caught, survived, timeout (which counts as caught) or uncovered."""
     by: str = ""
-    """the test that failed"""
+    """The test that failed."""
     seconds: float = 0.0
 
     @classmethod
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def sample(root: Path = ROOT) -> list[Mutant]:
-    """The drawn mutants: the first of all in an order that depends on the seed and on each mutant's name alone."""
+    """Return the drawn mutants: the first ones in an order that depends only on the seed and the names of mutants."""
     every = [mutant for path in targets(root) for mutant in mutants(path, (root / path).read_bytes())]
     return sorted(every, key=lambda mutant: mutant.rank(SEED))[:SAMPLE]
 
@@ -84,7 +84,7 @@ def test_files(root: Path) -> list[str]:
 
 
 def chosen(mutant: Mutant, tests: Tests) -> list[str]:
-    """The tests that a mutant gets, the quickest first."""
+    """Return the tests for a mutant, the quickest first."""
     found, files, spent = list[str](), set[str](), 0.0
     for test in tests.of(mutant.path, mutant.line):
         file = test.split("::")[0]
@@ -98,7 +98,7 @@ def chosen(mutant: Mutant, tests: Tests) -> list[str]:
 
 
 def judged(mutant: Mutant, tree: Path, tests: Tests) -> Outcome:
-    """Put the fault into a copy of the tree, run its tests in a forked process, and take the fault out again."""
+    """Insert the fault into a copy of the tree, run its tests in a forked process, and remove the fault again."""
     asked, file, started = chosen(mutant, tests), tree / mutant.path, time.monotonic()
     result, by = "uncovered", ""
     if asked:
@@ -143,7 +143,7 @@ def _end(group: int) -> None:
 
 
 def _pytest(asked: Sequence[str], tree: Path, log: Path) -> None:
-    """Never returns: the forked process ends here."""
+    """Run pytest and exit the forked process. This function never returns."""
     code = 1
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -171,7 +171,8 @@ def _first_failure(log: Path) -> str:
 
 
 def copy_of_tree(number: int) -> Path:
-    """A tree of a worker's own. Its bytecode is checked by content: faults come and go within a second."""
+    """Return a copy of the tree for one worker. Its bytecode is validated by content, because files change more often
+    than once per second."""
     tree = Path(tempfile.mkdtemp(prefix=f"mutants-{number}-"))
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in files.split("\0"):
@@ -184,7 +185,7 @@ def copy_of_tree(number: int) -> Path:
 
 
 def _prepare() -> None:
-    """What every test needs and no fault touches: imported once, before the forks."""
+    """Import the packages that tests need and that are not mutated, once before forking."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -245,7 +246,7 @@ def _where(outcome: Outcome) -> str:
 
 
 def report(outcomes: Iterable[Outcome]) -> int:
-    """Print the table, write the record, and return the exit code."""
+    """Print the table, write the results, and return the exit code."""
     outcomes = sorted(outcomes, key=lambda outcome: (outcome.path, outcome.line, outcome.name))
     accepted: dict[str, str] = json.loads((HERE / "accepted.json").read_text())
     counts = Counter(outcome.result for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""Which code gets faults, and which tests look for them."""
+"""The code that is mutated, and the tests that must detect the faults."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOT_RUN = {
     "test_proofs.py",
     "test_cli.py",
 }
-"""Tests of clusters, of benchmarks and of documents: slow, or about other things."""
+"""Tests that are left out because they are slow or unrelated: clusters, benchmarks and documents."""
 
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "src/tutelage/learner/fsdp.py": ("tests/cluster/test_fsdp.py",),
     "src/tutelage/learner/step.py": ("tests/cluster/test_fsdp.py",),
 }
-"""Tests that run a file in other processes, where coverage does not see it."""
+"""Tests that run a file in other processes, where coverage is not measured."""

@@ -1,11 +1,11 @@
-"""Proofs of learning: run a recipe and its control for real and keep what came out.
+"""Proofs of learning: train a recipe and its control, and record the results.
 
     python proofs/run.py                    every proof
-    python proofs/run.py quickstart         these proofs
-    python proofs/run.py --table            only write docs/proofs.md again
+    python proofs/run.py quickstart         some proofs
+    python proofs/run.py --table            only regenerate docs/proofs.md
 
-Each writes `proofs/NAME.json`: what was run (commit, command, machine, seeds), the held-out measures before and after,
-those of the control, and every claim with the figure that was seen. Exit code 1 if a claim does not hold.
+Each proof writes `proofs/NAME.json`: what was run (commit, command, machine, seeds), the held-out metrics before and
+after, those of the control, and every claim with the measured figure. The exit code is 1 if a claim does not hold.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from table import fingerprint, write_page  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_TRAINING = 180.0
-"""Seconds of training that a run may take on two idle cores."""
+"""Maximum training time of a run in seconds, on two idle cores."""
 SEEDS = (0, 1, 2)
 HELD_OUT_SUMS = 300
-"""Prompts of the arithmetic recipes' test file."""
+"""Number of prompts in the test file of the arithmetic recipes."""
 HELD_OUT_PICTURES = 320
-"""Pictures that an evaluation makes: 40 digits, 8 of each; 20 captions of shapes, 16 of each."""
+"""Number of images per evaluation: 40 digit prompts with 8 each, or 20 shape captions with 16 each."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind."""
+    """The results of a run."""
 
     recipe: str
     command: str
@@ -66,7 +66,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that must hold, with the figure that decides it."""
+    """A claim, with the figure that decides it."""
 
     text: str
     figure: float
@@ -75,7 +75,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Proof:
-    """Claims, the runs that they are about, and the runs that must not improve."""
+    """Claims, the runs that they are about, and the control runs, which must not improve."""
 
     claims: list[Claim]
     runs: list[Outcome]
@@ -83,7 +83,7 @@ class Proof:
 
 
 def run(recipe: str, out: Path, *overrides: str, seed: int = 0) -> Outcome:
-    """Train a recipe in a process of its own, its display in this terminal."""
+    """Train a recipe in a subprocess that displays its progress in this terminal."""
     words = ["train", f"recipes/{recipe}.yaml", *overrides, *([f"seed={seed}"] if seed else [])]
     name = f"{recipe}-{len(list(out.iterdir()))}"
     subprocess.run([sys.executable, "-m", "tutelage", *words, f"out={out}", f"name={name}"], cwd=ROOT, check=True)
@@ -96,7 +96,7 @@ def run(recipe: str, out: Path, *overrides: str, seed: int = 0) -> Outcome:
 
 
 def quickstart(out: Path) -> Proof:
-    """The damaged student is healed; the undamaged one has nothing to learn."""
+    """Distillation recovers a student with removed layers; a student equal to the teacher does not change."""
     healed, control = run("quickstart", out), run("quickstart_control", out)
     largest = max(step["grad_norm"] for step in control.steps)
     claims = [
@@ -116,7 +116,7 @@ def quickstart(out: Path) -> Proof:
 
 
 def _arithmetic(recipe: str, out: Path) -> tuple[list[Claim], list[Outcome], list[Outcome]]:
-    """Three start models with a seed each, and the same with rewards that know nothing."""
+    """Train three models with different seeds, and the same models with random rewards as the control."""
     runs, controls = (
         [run(name, out, f"student.path=toy:arithmetic-{seed}", seed=seed) for seed in SEEDS]
         for name in (recipe, f"{recipe}_random")
@@ -141,7 +141,7 @@ def grpo_arithmetic(out: Path) -> Proof:
 
 
 def ppo_arithmetic(out: Path) -> Proof:
-    """PPO learns to carry, and its critic to foresee rewards."""
+    """PPO learns to carry, and its critic learns to predict rewards."""
     claims, runs, controls = _arithmetic("ppo_arithmetic", out)
     ends = [statistics.mean(step["explained_variance"] for step in r.steps[-5:]) for r in runs]
     claims.append(at_least("explained variance of the critic ends above 0.2 with every seed", min(ends), 0.2))
@@ -149,7 +149,7 @@ def ppo_arithmetic(out: Path) -> Proof:
 
 
 def distill_with_rewards(out: Path) -> Proof:
-    """A teacher and task rewards in one run."""
+    """Distillation and task rewards in one run."""
     learned, control = run("distill_with_rewards", out), run("distill_with_rewards_control", out)
     claims = [
         at_least("reward rises by at least 0.2", learned.rise("reward"), 0.2),
@@ -165,7 +165,7 @@ def distill_with_rewards(out: Path) -> Proof:
 
 
 def _variant(recipe: str) -> Callable[[Path], Proof]:
-    """Another objective heals the quickstart's student too, and leaves the whole one as it is."""
+    """Another objective also recovers the student of the quickstart, and does not change one equal to the teacher."""
 
     def proof(out: Path) -> Proof:
         learned = run(recipe, out)
@@ -181,13 +181,13 @@ def _variant(recipe: str) -> Callable[[Path], Proof]:
 
 
 def grpo_smollm2(out: Path) -> Proof:
-    """A format reward on a real language model, recorded whatever it shows."""
+    """A format reward on a real language model, recorded without a claim."""
     learned = run("grpo_smollm2", out)
     return Proof([Claim("reward changes by (no claim)", learned.rise("reward"), True)], [learned], [])
 
 
 def _digits(recipe: str, out: Path) -> tuple[list[Claim], list[Outcome], list[Outcome]]:
-    """The digit that was asked for is painted; rewards that know nothing teach nothing."""
+    """The model learns to draw the requested digit; with random rewards it does not improve."""
     learned, control = run(recipe, out), run(f"{recipe}_random", out)
     claims = [*_paints_digits(learned), _no_better(control, "random rewards")]
     return claims, [learned], [control]
@@ -215,17 +215,17 @@ def _no_better(control: Outcome, what: str) -> Claim:
 
 
 def flow_grpo_digits(out: Path) -> Proof:
-    """FlowGRPO learns what captions mean."""
+    """FlowGRPO learns to follow captions."""
     return Proof(*_digits("flow_grpo_digits", out))
 
 
 def nft_digits(out: Path) -> Proof:
-    """DiffusionNFT does, too."""
+    """DiffusionNFT learns to follow captions."""
     return Proof(*_digits("nft_digits", out))
 
 
 def distill_digits(out: Path) -> Proof:
-    """What one model has learned, another learns from it step by step; from itself it learns nothing."""
+    """A model learns from a trained teacher by distillation; with itself as the teacher it does not change."""
     tuned = run("flow_grpo_digits", out)
     teacher = out / "teacher"
     words = ["export", str(out / f"{tuned.recipe}-0"), str(teacher)]
@@ -241,7 +241,7 @@ def distill_digits(out: Path) -> Proof:
 
 
 def flow_grpo_shapes(out: Path) -> Proof:
-    """Held-out captions are obeyed, and the KL keeps the patch grid out of the pictures."""
+    """The model follows held-out captions, and the KL prevents the grid artefact of patches."""
     learned = run("flow_grpo_shapes", out)
     free = run("flow_grpo_shapes", out, "algorithm.kl=0", "steps=30", "validation.every=5")
     control = run("flow_grpo_shapes_random", out)
@@ -282,7 +282,7 @@ PROOFS: dict[str, Callable[[Path], Proof]] = {
 
 
 def prove(name: str) -> bool:
-    """Run one proof, show it and write it down."""
+    """Run one proof, print it and record it."""
     commit, dirty = _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--untracked-files=no"))
     with tempfile.TemporaryDirectory(prefix="tutelage-proof-") as directory:
         proof = PROOFS[name](Path(directory))

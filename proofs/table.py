@@ -1,4 +1,4 @@
-"""docs/proofs.md, made from the records beside this file; a record older than what it proves is marked stale."""
+"""Generate docs/proofs.md from the records in this directory. A record is stale if its code or recipe has changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPUTES = (
     "teachers",
     "toys",
 )
-"""Rooms that compute what a record claims."""
+"""Packages and modules that the results of a record depend on."""
 DIFFUSION = (
     "algorithms/flow.py",
     "engines/diffusion.py",
@@ -44,15 +44,15 @@ DIFFUSION = (
     "toys/images.py",
     "toys/shapes.py",
 )
-"""Parts of them that a run over text does not load."""
+"""Parts of them that a text run does not use."""
 CLUSTER = ("queue/clerk.py", "queue/transfer")
-"""Parts of them that an embedded run does not load."""
+"""Parts of them that an inline run does not use."""
 
 
 def fingerprint(root: Path, recipes: list[str]) -> str:
-    """Of the recipes with all that they extend and read, and of the code that computes what they claim.
+    """Return a hash of the recipes, of all files that they extend and read, and of the code that the results depend on.
 
-    Code counts by its definitions: docstrings, comments, imports and the file that a definition is in do not matter.
+    The hash covers definitions only. Docstrings, comments, imports and the location of a definition do not matter.
     """
     digest = hashlib.sha256()
     named = _recipe_files(root, recipes)
@@ -93,7 +93,7 @@ def _code(root: Path, recipes: str) -> list[Path]:
 
 
 def definitions(source: str) -> list[str]:
-    """The statements of a module, without imports, docstrings and what the parser does not see."""
+    """Return the statements of a module without imports, docstrings and comments."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -108,7 +108,7 @@ def definitions(source: str) -> list[str]:
 
 
 def rows(root: Path) -> list[dict[str, Any]]:
-    """One for each record, in order of name, with `stale` added."""
+    """Return all records sorted by name, with `stale` added."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / "proofs").glob("*.json"))]
     for record in records:
         recipes = {
@@ -119,7 +119,7 @@ def rows(root: Path) -> list[dict[str, Any]]:
 
 
 def page(root: Path) -> str:
-    """The whole of docs/proofs.md."""
+    """Return the content of docs/proofs.md."""
     lines = [
         "# What has been seen to learn",
         "",
@@ -141,6 +141,6 @@ def page(root: Path) -> str:
 
 
 def write_page(root: Path) -> None:
-    """Write it, if there is any record."""
+    """Write docs/proofs.md if there is any record."""
     if any((root / "proofs").glob("*.json")):
         (root / "docs" / "proofs.md").write_text(page(root), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Common settings of all tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("RAY_worker_niceness", "0")  # or clusters starve beside the other half of the tests
+os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise clusters starve next to the other tests
 
 import hypothesis
 import pytest

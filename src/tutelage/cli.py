@@ -1,4 +1,4 @@
-"""The command line: argv -> config -> train(). Heavy imports happen inside commands, so `--help` answers at once."""
+"""The command line. Commands import heavy packages when they run, so that `--help` returns immediately."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ RUN_CONFIG = "config.yaml"
 """The resolved configuration in a run's directory."""
 
 Handler = Callable[[argparse.Namespace], int | None]
-"""Does what a command asks; a number is the exit code."""
+"""Runs a command and returns its exit code; None is 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, 1 for what `certify` failed or `plan` could not place, 2 for a mistake
-    the user can fix, 130 for Ctrl-C."""
+    """Run a command and return the exit code.
+
+    The code is 0 on success, 1 if `certify` finds a failure or `plan` a cluster that is too small, 2 for an error that
+    the user can fix and 130 for Ctrl-C.
+    """
     args = _parse(argv)
     handler: Handler = args.handler
     try:
@@ -108,7 +111,7 @@ def certify_command(args: argparse.Namespace) -> int:
 
     from tutelage.certify import certify, load_file
 
-    torch.set_num_threads(1)  # toys are too small to share
+    torch.set_num_threads(1)  # the toy models are too small to benefit from more threads
     names = load_file(args.file) if args.file is not None else None
     from rich.console import Console
 
@@ -138,7 +141,7 @@ def _existing_run(name: str) -> Path:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse, with overrides allowed before and after options (argparse alone takes only the first lot)."""
+    """Parse arguments and allow overrides both before and after options, which argparse alone does not."""
     args, rest = _parser().parse_known_args(argv)
     command: argparse.ArgumentParser = args.command_parser
     stray = [word for word in rest if word.startswith("-") or "overrides" not in args]
@@ -152,41 +155,41 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tutelage",
-        description="On-policy post-training: a student model acts, teachers judge every action, the student learns.",
+        description="On-policy post-training: a student acts, and learns from the scores of teachers and rewards.",
         epilog="example: tutelage train recipes/quickstart.yaml steps=20",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    train = _command(commands, "train", train_command, "train a student as a recipe says", _TRAIN)
+    train = _command(commands, "train", train_command, "train a student from a recipe", _TRAIN)
     _add_recipe(train)
 
-    resume = _command(commands, "resume", resume_command, "go on with a run that was stopped or killed", _RESUME)
+    resume = _command(commands, "resume", resume_command, "continue a run that was stopped or killed", _RESUME)
     resume.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
     resume.add_argument("--steps", type=_positive, metavar="N", help="train to step N instead of the recipe's `steps`")
     _add_overrides(resume, "change a setting for the rest of the run, e.g. checkpoint.every=5")
 
-    evaluate = _command(commands, "eval", eval_command, "measure a student on held-out prompts", _EVAL)
+    evaluate = _command(commands, "eval", eval_command, "evaluate a student on held-out prompts", _EVAL)
     evaluate.add_argument("target", metavar="RUN_OR_RECIPE", help="directory of a run, or a recipe (untrained student)")
     _add_overrides(evaluate)
     _add_checkpoint(evaluate, default=None)
 
     config = commands.add_parser("config", help="look at configurations", allow_abbrev=False)
     shown = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    show = _command(shown, "show", show_command, "print what a run would read and where each value comes from", _SHOW)
+    show = _command(shown, "show", show_command, "print the settings of a run and where each value comes from", _SHOW)
     _add_recipe(show)
-    show.add_argument("--plain", action="store_true", help="one line per key: key = value  # origin")
+    show.add_argument("--plain", action="store_true", help="print one line per key: key = value  # origin")
 
-    plan = _command(commands, "plan", plan_command, "print what a step does, sends and needs, and run nothing", _PLAN)
+    plan = _command(commands, "plan", plan_command, "print what a step computes, transfers and needs in memory", _PLAN)
     _add_recipe(plan)
-    described = "place the pools on a cluster that need not exist, e.g. nodes=4,gpus=8 (or with cpus=64 too)"
+    described = "place the pools on a hypothetical cluster, e.g. nodes=4,gpus=8 or nodes=4,gpus=8,cpus=64"
     plan.add_argument("--cluster", metavar="nodes=N,gpus=N", help=described)
-    plan.add_argument("--json", action="store_true", help="one object instead of text and tables")
+    plan.add_argument("--json", action="store_true", help="print a JSON object instead of text and tables")
 
-    certify = _command(commands, "certify", certify_command, "prove what every objective descends", _CERTIFY)
+    certify = _command(commands, "certify", certify_command, "check the gradients of all objectives", _CERTIFY)
     certify.add_argument("--file", metavar="FILE", help="certify the objectives that this Python file registers")
-    certify.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    certify.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
 
     export = _command(commands, "export", export_command, "write a checkpoint as a Hugging Face directory", _EXPORT)
     export.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
@@ -198,14 +201,14 @@ def _parser() -> argparse.ArgumentParser:
 
 _TRAIN = """example: tutelage train recipes/quickstart.yaml steps=20 optimizer.lr=5e-5
 
-A recipe is a YAML file. key=value words change it: keys are dotted, values are YAML
-(student.lora={rank: 8} in quotes for the shell, data.validation=null).
+A recipe is a YAML file. key=value arguments override its settings: keys are dotted, values are YAML
+(data.validation=null, or 'student.lora={rank: 8}', quoted for the shell).
 `tutelage config show RECIPE` lists the keys."""
 _RESUME = """example: tutelage resume runs/quickstart
 example: tutelage resume runs/quickstart steps=60 checkpoint.every=5
 
-key=value words change settings for the rest of the run, and its config.yaml keeps them. Only settings under which
-everything so far would have been the same may change; any other is refused with the list of those that may."""
+key=value arguments change settings for the rest of the run and are saved in its config.yaml. Only settings that do not
+affect the results so far may change; for any other, an error lists those that may."""
 _EVAL = """example: tutelage eval runs/quickstart --checkpoint best
 example: tutelage eval recipes/quickstart.yaml student.drop_layers=[]"""
 _SHOW = "example: tutelage config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
@@ -213,16 +216,17 @@ _PLAN = """example: tutelage plan recipes/quickstart.yaml algorithm.objective=k2
 
 example: tutelage plan recipes/ray/opd_4x8.yaml --cluster nodes=4,gpus=8
 
-The graph of a step, the columns with their bytes per token, and a memory estimate. No model is loaded, made or
-downloaded. With runtime: ray, or --cluster, also which replica goes where; exit code 1 if they do not fit."""
+Prints the graph of a step, the columns with their bytes per token, and a memory estimate. Nothing is trained, and no
+model is loaded, created or downloaded. With runtime: ray or --cluster, it also prints the placement of replicas; the
+exit code is 1 if they do not fit."""
 _CERTIFY = """example: tutelage certify --file my_loss.py
 
-One row for each objective, payload and form: the mean gradient of what the code computes, over everything that a tiny
-student could write, against the exact gradient of what the objective claims. Takes about a minute; exit code 1 if a row
-failed."""
+Prints one row for each objective, payload and form. Each compares the mean gradient that the code computes, over all
+sequences that a tiny student can generate, with the exact gradient of what the objective claims to minimise. This takes
+about a minute; the exit code is 1 if a row fails."""
 _EXPORT = """example: tutelage export runs/quickstart my-model --checkpoint best
 
-The directory can then be opened with transformers' AutoModelForCausalLM.from_pretrained."""
+Load the directory with AutoModelForCausalLM.from_pretrained of transformers."""
 
 
 def _command(
@@ -262,7 +266,7 @@ def _positive(text: str) -> int:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Print the version, which is looked up only on request."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)

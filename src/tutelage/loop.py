@@ -1,7 +1,7 @@
-"""The training loop, top to bottom: roll out and score, learn, publish, record, save, evaluate. The first file to read.
+"""The training loop: roll out and score, learn, publish, record, save, evaluate. Start reading here.
 
-`train` starts a run, `resume` goes on with one. Both come down to `all_steps`, which holds the cadence. What is written
-down goes through the `Recorder`; `assemble` makes the parts.
+`train` starts a run and `resume` continues one. Both call `all_steps`, which decides when to save and evaluate.
+`assemble` builds the parts, and the `Recorder` writes the results.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tutelage.rollout.runner import EpisodeDone, EpisodeTimes
 
 @dataclass(slots=True)
 class Run:
-    """A run under way."""
+    """The state of a run."""
 
     parts: Parts
     directory: RunDirectory
@@ -58,26 +58,26 @@ class Run:
     step: int = 0
     version: int = 0
     saved: int = 0
-    """step of the last checkpoint"""
+    """The step of the last checkpoint."""
     stopping: bool = False
     replaced: int = 0
-    """groups of this step that others took the place of"""
+    """The number of groups that were replaced in this step."""
     failures: list[str] = field(default_factory=list)
-    """why groups failed, since the run began"""
+    """The reasons of all group failures since the run began."""
     unmeasured: dict[int, str] = field(default_factory=dict)
-    """steps whose evaluation failed, and why"""
+    """The steps whose evaluation failed, with the reasons."""
     told_flat: bool = False
-    """whether the run has said that rewards teach nothing"""
+    """Whether the note about groups with equal rewards has been shown."""
     counts: dict[str, Any] = field(default_factory=dict)
-    """of rewards and teachers, at the end"""
+    """The final counters of rewards and teachers."""
 
     def stop(self) -> None:
         self.stopping = True
-        self.display.note("Ctrl-C: finishing this step and saving. Once more to stop at once.")
+        self.display.note("Ctrl-C: finishing this step and saving. Press it again to stop at once.")
 
 
 def train(config: RunConfig) -> Path:
-    """Train from the beginning; returns the run's directory, which must not hold a run yet."""
+    """Train from the beginning and return the run's directory, which must not contain a run yet."""
     directory = RunDirectory(Path(config.out) / config.name)
     with locked(directory.path, print):
         directory.require_free()
@@ -89,8 +89,10 @@ def train(config: RunConfig) -> Path:
 
 
 def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] = ()) -> Path:
-    """Go on from the last checkpoint of a run (from the beginning, if it was killed before the first). Overrides
-    `key=value` may change what `config.resume` lists; the run's config.yaml keeps them."""
+    """Continue a run from its last checkpoint, or from the beginning if it has none.
+
+    Overrides `key=value` may change the settings that `config.resume` lists; they are saved in the run's config.yaml.
+    """
     directory = RunDirectory.open(path)
     changes = [*overrides, *([f"steps={steps}"] if steps is not None else [])]
     with locked(directory.path, print):
@@ -103,7 +105,7 @@ def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] 
 
 @contextmanager
 def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
-    """A run from its parts to its summary. Nothing is written before models and data have been checked."""
+    """Open a run and, at the end, write its summary. Nothing is written before models and data have been checked."""
     with Display(config.steps, config.name) as display:
         run = open_run(config, directory, display)
         run.recorder.note(f"objective: {run.parts.algorithm.note}", *run.parts.modality.notes())
@@ -116,7 +118,7 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
 
 
 def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Run:
-    """Load and wire everything; nothing has been computed yet."""
+    """Load models and data and build the run."""
     parts = assemble(config, display.note, display.progress)
     checkpoints = CheckpointStore(directory.path / "checkpoints", config.checkpoint.keep)
     judge = evaluator(parts, directory.path / "validation", display.progress) if parts.heldout else None
@@ -124,7 +126,7 @@ def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Ru
 
 
 async def all_steps(run: Run, *, resumed: bool = False) -> None:
-    """The whole of training, from the last checkpoint on if it is resumed."""
+    """Train to the last step, starting from the last checkpoint if the run is resumed."""
     config, record = run.parts.config, run.parts.config.record
     async with run.parts.backend.running():
         if resumed:
@@ -132,7 +134,7 @@ async def all_steps(run: Run, *, resumed: bool = False) -> None:
         writing = run.recorder.writing(record.writers, config.name, config.model_dump(mode="json"), run.step)
         with writing, on_interrupt(run.stop):
             await run.parts.backend.publish(run.version)
-            if evaluation_due(run):  # before the first step, or after one that was killed before its evaluation
+            if evaluation_due(run):  # before the first step, or after a step whose evaluation was interrupted
                 await validate(run)
             while run.step < config.steps and not run.stopping:
                 await step(run)
@@ -146,13 +148,13 @@ async def all_steps(run: Run, *, resumed: bool = False) -> None:
 
 
 def evaluation_due(run: Run) -> bool:
-    """Whether an evaluation belongs to this step: before training, at its end, and every `validation.every` steps."""
+    """Whether to evaluate at this step: before training, at its end, and every `validation.every` steps."""
     every = run.parts.config.validation.every
     return run.step in (0, run.parts.config.steps) or (every > 0 and run.step % every == 0)
 
 
 async def step(run: Run) -> None:
-    """Rollout, scoring, signal, learning, publication, record: one update (or several, from one batch)."""
+    """Run one training step: roll out and score a batch, update the weights, publish and record them."""
     parts, config, number = run.parts, run.parts.config, run.step + 1
     started = time.perf_counter()
     await parts.backend.forget_prefixes()
@@ -175,7 +177,7 @@ async def step(run: Run) -> None:
 
 
 async def _rollout(run: Run, step: int) -> tuple[BatchRef, list[Prompt], EpisodeTimes]:
-    """The complete groups of a step. Groups whose rewards are all equal may be replaced by others."""
+    """Return the complete groups of a step. Groups whose rewards are all equal may be replaced by new ones."""
     parts, config, times = run.parts, run.parts.config, EpisodeTimes()
     prompts = parts.stream.take(config.prompts_per_step)
     ref, run.replaced = await _groups(run, prompts, step, times), 0
@@ -193,7 +195,7 @@ async def _rollout(run: Run, step: int) -> tuple[BatchRef, list[Prompt], Episode
 
 
 async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTimes) -> BatchRef:
-    """Generate the episodes of these prompts; score each as soon as it ends; wait for complete groups."""
+    """Generate the episodes of these prompts, score each as soon as it ends, and wait for complete groups."""
     parts = run.parts
     groups = (parts.queue.open(GroupKey("train", prompt.uid), parts.config.rollout.samples) for prompt in prompts)
     await asyncio.gather(*groups)
@@ -204,7 +206,7 @@ async def _groups(run: Run, prompts: list[Prompt], step: int, times: EpisodeTime
 
 
 def _check_failed_groups(run: Run, ref: BatchRef, step: int) -> None:
-    """Show and count failed groups; too many in one step stop the run."""
+    """Report failed groups, and stop the run if there are too many in one step."""
     run.failures.extend(failure.reason for failure in ref.failed)
     for failure in ref.failed:
         run.recorder.note(f"step {step}: group {failure.group.uid} failed: {failure.reason}")
@@ -220,12 +222,12 @@ def _check_failed_groups(run: Run, ref: BatchRef, step: int) -> None:
 async def _record(
     run: Run, ref: BatchRef, metrics: dict[str, float], columns: Mapping[str, Ragged], prompts: list[Prompt]
 ) -> None:
-    """Complete the metrics of the step and write them down, with the episodes that the recipe keeps."""
+    """Complete the metrics of the step and record them with the episodes that the recipe selects."""
     parts, config, recorder = run.parts, run.parts.config, run.recorder
     metrics |= await batch_metrics(parts.queue, ref, reward_weights(config))
     actions = sum(int(ref.tags[key]["actions"]) for key in ref.keys)
     metrics |= parts.modality.step_metrics(actions, len(ref), metrics["step_seconds"])
-    generate, teacher = await parts.backend.seconds()  # embedded they take turns, so their times do not overlap
+    generate, teacher = await parts.backend.seconds()  # in one process they run in turns, so their times do not overlap
     update = run.display.phase_metrics().get("seconds/update", 0.0)
     metrics |= {"replaced_groups": float(run.replaced)}
     metrics |= {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
@@ -246,11 +248,11 @@ async def _record(
 
 
 async def validate(run: Run) -> None:
-    """Evaluate, write it down and mark the best checkpoint. An evaluation is made once in the life of a run: one that
-    is recorded, in a run that was resumed, is not made again.
+    """Evaluate, record the result and mark the best checkpoint. An evaluation that a resumed run has already recorded
+    is not repeated.
 
-    One that fails before the first step stops the run. Later ones cost no step: the run goes on without the measures of
-    this step, and `finish` says so if it was the last one. Any other error finds the step saved.
+    A failed evaluation stops the run only before the first step. After that the run continues without metrics for this
+    step, and `finish` reports the failure if this was the last step. On any other error, the step is saved first.
     """
     if run.evaluator is None:
         return
@@ -271,14 +273,14 @@ async def validate(run: Run) -> None:
 
 
 async def _evaluate(run: Run, evaluator: Evaluates) -> None:
-    rng = pack_rng()  # checkpoints are made before: what comes after them must not depend on an evaluation
+    rng = pack_rng()  # the checkpoint is saved before, so the evaluation must not change the random state
     try:
         with run.display.phase("evaluate"):
             async with run.parts.backend.averaged(run.version):
                 evaluation = await evaluator()
     finally:
         unpack_rng(*rng)
-    await run.parts.backend.seconds()  # so that the next step does not count them
+    await run.parts.backend.seconds()  # resets the timers, so that the next step does not include the evaluation
     await run.parts.backend.timeline()
     for reason in dict.fromkeys(evaluation.retried):
         run.recorder.note(f"held-out at step {run.step}: run again after a failure: {reason}")
@@ -291,7 +293,7 @@ async def _evaluate(run: Run, evaluator: Evaluates) -> None:
 
 
 async def save(run: Run, mark: Best | None = None) -> None:
-    """Save a checkpoint of this step, once; `mark` makes it the best one in the same moment."""
+    """Save a checkpoint of this step unless there is one; `mark` also marks it as the best one, atomically."""
     if run.saved == run.step:
         return
     state = {"version": run.version, "data": run.parts.stream.state(), "failures": run.failures}
@@ -300,9 +302,9 @@ async def save(run: Run, mark: Best | None = None) -> None:
 
 
 async def mark_best(run: Run) -> None:
-    """Mark the checkpoint whose own evaluation is the best. If that is the step at hand, it is saved for it.
+    """Mark the checkpoint with the best evaluation. If that is the current step, save it first.
 
-    Everything is decided from the record, so a run that was killed before it got here comes to the same mark.
+    The decision depends only on recorded evaluations, so a run that is killed and resumed marks the same checkpoint.
     """
     measure = best_measure(run.parts.config)
     if measure is None:
@@ -322,8 +324,8 @@ async def mark_best(run: Run) -> None:
 
 
 async def restore(run: Run) -> None:
-    """Go back to the last checkpoint: weights, optimizer, data position, version, and the record up to there. Without
-    one, go back to the beginning."""
+    """Restore the weights, optimizer, data position, version and records of the last checkpoint, or of the beginning if
+    there is none."""
     parts, recorder, threads = run.parts, run.recorder, torch.get_num_threads()
     run.checkpoints.recover()
     found = await parts.backend.restore(run.checkpoints.latest()) if run.checkpoints.steps() else None
@@ -347,7 +349,7 @@ async def restore(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Summary, report and the closing table; or, after Ctrl-C, how to go on."""
+    """Write the summary and report and print the final table or, after Ctrl-C, how to resume."""
     if run.step < run.parts.config.steps:
         run.recorder.stopped(run.step, run.parts.config.steps)
         return
@@ -362,5 +364,5 @@ def finish(run: Run) -> None:
     if run.step in run.unmeasured:
         raise UserError(
             f"all {run.step} steps are trained and saved in {run.checkpoints.latest()}, but the evaluation after the "
-            f"last one failed. `tutelage resume {run.directory.path}` makes it again.\n{run.unmeasured[run.step]}"
+            f"last one failed. `tutelage resume {run.directory.path}` repeats it.\n{run.unmeasured[run.step]}"
         )

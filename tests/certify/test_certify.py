@@ -1,4 +1,4 @@
-"""`tutelage certify`: all that a recipe can name is listed and holds, and what it is measured with is right."""
+"""Test `tutelage certify`: it lists everything that a recipe can use, all rows pass, and its own formulas are right."""
 
 from __future__ import annotations
 

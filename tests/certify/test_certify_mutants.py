@@ -1,7 +1,7 @@
-"""Tests of the tests: code that is broken the way other systems were, and `certify` must notice.
+"""Test that `certify` detects faults that other systems had.
 
-Each mutant says which rows are looked at and which checks must fail; anything else would only take time. Unbroken, the
-same rows pass: tests/certify/test_certify.py runs all of them.
+Each mutant names the rows to certify and the checks that must fail, to save time. Without a fault the same rows pass,
+as test_certify.py shows.
 """
 
 from __future__ import annotations

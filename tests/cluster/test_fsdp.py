@@ -1,4 +1,4 @@
-"""Several ranks compute what one process computes alone: real processes, gloo, FSDP2."""
+"""Test that several ranks compute the same as one process, with real processes, gloo and FSDP2."""
 
 from __future__ import annotations
 

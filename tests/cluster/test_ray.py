@@ -1,4 +1,4 @@
-"""A run on a real Ray cluster of this machine, against the same run in one process."""
+"""Test a run on a local Ray cluster against the same run in one process."""
 
 from __future__ import annotations
 

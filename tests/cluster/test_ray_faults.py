@@ -1,4 +1,4 @@
-"""Parts of a run on Ray are killed while they work; each had a request in flight when it died."""
+"""Kill the parts of a run on Ray while each has a request in flight."""
 
 from __future__ import annotations
 

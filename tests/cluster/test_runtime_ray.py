@@ -1,4 +1,4 @@
-"""Processes on a cluster of two nodes, and calls to several at once: who fails is heard, who is late is named."""
+"""Test processes on a cluster of two nodes, and concurrent calls: failures are raised, late processes are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: they load at another number of ranks, and a rank that fails leaves no half of one."""
+"""Test checkpoints of several ranks: they load on other numbers of ranks, and a failing rank leaves none."""
 
 from __future__ import annotations
 

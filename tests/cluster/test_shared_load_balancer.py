@@ -1,4 +1,4 @@
-"""Routers of several processes share one load balancer; also when some of the processes die."""
+"""Test that routers of several processes share one load balancer, even if some of the processes die."""
 
 from __future__ import annotations
 

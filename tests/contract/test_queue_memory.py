@@ -1,4 +1,4 @@
-"""The in-memory queue: the contract, and what is its own: references instead of copies, counters, events."""
+"""Test the in-memory queue: the contract, references instead of copies, counters, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TransferQueue back end: the contract, on a real Ray and a real TransferQueue, and what is its own."""
+"""Test the TransferQueue back end with a real Ray and a real TransferQueue: the contract and its own features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong, each through the command line: one clear message, exit code 2, nothing half written."""
+"""Test user errors through the command line: one clear message, exit code 2, and no partial files."""
 
 from __future__ import annotations
 

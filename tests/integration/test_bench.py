@@ -1,4 +1,4 @@
-"""The benchmarks: their arithmetic, their protocol, the file they write, and a tiny round of each. Nothing is timed."""
+"""Test the benchmarks: arithmetic, protocol, the results file and a tiny round of each. Nothing is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best checkpoint: which measure decides, which way, and that the mark names the weights that were measured."""
+"""Test the best checkpoint: the deciding metric, its direction, and that the mark names the evaluated weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what each command hands on, how mistakes look, and that help needs no heavy imports."""
+"""Test the command line: the arguments of each command, error messages, and that help needs no heavy imports."""
 
 from __future__ import annotations
 

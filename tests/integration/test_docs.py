@@ -1,4 +1,4 @@
-"""What the documentation shows is what there is: code and commands run, output is printed, links lead somewhere."""
+"""Test the documentation: code and commands run, output matches, and links resolve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out measures and exported checkpoints: repeatable, and what transformers computes by itself."""
+"""Test held-out metrics and exported checkpoints: they are repeatable and agree with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was made under the project's former name, understudy, is still read."""
+"""Test that files created under the project's former name, understudy, can still be read."""
 
 from __future__ import annotations
 

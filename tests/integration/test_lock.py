@@ -1,4 +1,4 @@
-"""One process at a time writes a run, and the others learn which one it is."""
+"""Test that only one process at a time writes a run, and that others get an error that names it."""
 
 from __future__ import annotations
 

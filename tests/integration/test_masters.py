@@ -1,4 +1,4 @@
-"""What learns is float32 whatever the student computes in: masters, gradients, moments, checkpoints."""
+"""Test that trained weights have float32 masters, gradients, moments and checkpoints for any compute dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generator of mutants: what it draws, and that the named faults still apply to the code."""
+"""Test the generator of mutants: the sample, and that the named faults still apply to the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs that paint, images and video: through the manager, killed and resumed, exported for diffusers."""
+"""Test whole diffusion runs of images and video: training, kill and resume, export for diffusers."""
 
 from __future__ import annotations
 

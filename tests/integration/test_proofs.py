@@ -1,4 +1,4 @@
-"""The records of learning: what makes one stale, and that the page says what the records say."""
+"""Test the records of proofs: when they are stale, and that the page agrees with them."""
 
 from __future__ import annotations
 

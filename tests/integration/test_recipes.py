@@ -1,4 +1,4 @@
-"""The recipes that are shipped: they load, they are short, and they run."""
+"""Test that the shipped recipes load, are short, and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that were killed, interrupted or extended end where an uninterrupted run ends, to the last bit."""
+"""Test that runs that were killed, interrupted or extended end with exactly the weights of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whole runs that learn from rewards, on tiny models: every algorithm, rewards that fail, loops of several
-trajectories, groups that are drawn again, and the way back after a stop."""
+"""Test whole runs with rewards on tiny models: every algorithm, failing rewards, loops with several trajectories,
+resampled groups, and resuming after a stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts: one that failed leaves its name free, and a run may be started where an event loop is running."""
+"""Test starting runs: a failed start leaves its name free, and runs can start inside an event loop."""
 
 from __future__ import annotations
 

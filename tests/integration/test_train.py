@@ -1,4 +1,4 @@
-"""Whole runs on tiny models: every objective, several teachers, loops of the user's own, and what a run writes down."""
+"""Test whole runs on tiny models: every objective, several teachers, custom loops, and the recorded files."""
 
 from __future__ import annotations
 

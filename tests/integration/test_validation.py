@@ -1,4 +1,4 @@
-"""Validation that fails: prompts are run again, left out within a budget, and no trained step is lost."""
+"""Test failing validation: prompts are retried or left out within a budget, and no trained step is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints as a run of one process does."""
+"""Read checkpoints as a run of one process does."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tutelage.learner.ranks import alone
 
 
 def load(path: Path) -> Checkpoint:
-    """Every tensor of a checkpoint, whole."""
+    """Load a checkpoint with all tensors unsharded."""
     return load_shards(path, {}, alone)

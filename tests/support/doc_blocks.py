@@ -1,16 +1,16 @@
-"""Reads the fenced blocks of a page of the documentation and runs them, with tiny models in place of real ones.
+"""Run the fenced blocks of documentation pages with tiny models in place of real ones.
 
-A page is run from top to bottom in a directory of its own. What a block may be:
+A page is run from top to bottom in a separate directory. The languages of blocks are:
 
-    console   commands. Those of `tutelage` run in this process; anything else needs a marker
-    python    a program; if its first line is `# NAME.py`, it is written to that file for blocks below
-    yaml      a recipe, or a part of one, which is completed and trained for a step
-    text      part of what the commands of the block above it printed
+    console   commands; those of `tutelage` run in this process, others need a marker
+    python    a program; if its first line is `# NAME.py`, it is written to that file for later blocks
+    yaml      a recipe or a part of one, which is completed and trained for a step
+    text      a part of the output of the commands in the block above
 
-An HTML comment right above a block says what is different about it:
+An HTML comment directly above a block marks an exception:
 
-    <!-- not run here: REASON -->     the block is only read
-    <!-- exits with N -->             so do its commands
+    <!-- not run here: REASON -->     the block is not run
+    <!-- exits with N -->             its commands exit with N
 """
 
 from __future__ import annotations
@@ -51,33 +51,33 @@ _EXITS = re.compile(r"<!-- exits with (?P<code>\d+) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """Code of a page."""
+    """A fenced block of a page."""
 
     page: str
     line: int
-    """of its first fence"""
+    """The line of its first fence."""
     language: str
     text: str
     skipped: str = ""
-    """why it is not run; empty if it is"""
+    """Why it is not run; empty if it is."""
     exits: int = 0
-    """exit code of its commands"""
+    """The exit code of its commands."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
     def commands(self) -> list[list[str]]:
-        """The words of each command; a backslash at the end of a line continues it, # starts a comment."""
+        """Return the arguments of each command; a backslash continues a line, # starts a comment."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 class BadPage(ValueError):
-    """A block that nobody could say how to run."""
+    """A page has a block that cannot be run."""
 
 
 def read(page: Path) -> list[Block]:
-    """All blocks of a page."""
+    """Return all blocks of a page."""
     name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
     return list(_blocks(name, page.read_text(encoding="utf-8").splitlines()))
 
@@ -122,14 +122,14 @@ ROWS = [
     for prompt, subject in zip(tiny.PROMPTS, ("maths", "prose") * 3, strict=True)
 ]
 MODELS = {"path/to/student": 0, "path/to/teacher": 1, "models/maths-teacher": 1, "models/prose-teacher": 2}
-"""Directories that pages name, and the seeds of the tiny models in them."""
+"""Model directories in the pages, and the seeds of the tiny models in their place."""
 FEW_STEPS = ["threads=1", "steps=2", "prompts_per_step=2"]
 FEW_TOKENS = ["rollout={min_tokens: 4, max_tokens: 4}", "validation={prompts: 2, min_tokens: 4, max_tokens: 4}"]
 FEW_PICTURES = ["rollout.samples=2", "validation={prompts: 2}", "engine.slots=4"]
 
 
 def furnish(root: Path) -> None:
-    """Everything that the pages take for granted: the recipes, models, prompts, and a run of the quickstart."""
+    """Create what the pages assume: the recipes, models, prompts, and a run of the quickstart."""
     shutil.copytree(ROOT / "recipes", root / "recipes")
     for name, seed in MODELS.items():
         tiny.save(root / name, seed=seed)
@@ -142,7 +142,7 @@ def furnish(root: Path) -> None:
 
 
 def smaller(words: list[str]) -> list[str]:
-    """A command of `tutelage` with tiny models and few steps where it would train."""
+    """Return a command of `tutelage` with tiny models and, if it trains, few steps."""
     if words[0] != "train":
         return words
     config = load(words[1], words[2:]).config
@@ -150,12 +150,12 @@ def smaller(words: list[str]) -> list[str]:
         return [*words, *FEW_STEPS, *FEW_PICTURES, "student.path=models/digits"]
     models = [f"teachers.{name}.path=path/to/teacher" for name in config.teachers]
     models += ["student.path=path/to/student", f"student.drop_layers={[1] if config.student.drop_layers else []}"]
-    return [*words, *FEW_STEPS, *FEW_TOKENS, *models, "runtime=inline"]  # clusters have tests of their own
+    return [*words, *FEW_STEPS, *FEW_TOKENS, *models, "runtime=inline"]  # clusters have separate tests
 
 
 @contextlib.contextmanager
 def as_a_process() -> Iterator[None]:
-    """What plugins register inside is gone afterwards, as if the command had been a process."""
+    """Remove what plugins register within this context, as if the command were a process."""
     registries: list[dict[str, Any]] = [OBJECTIVES, LOOPS, REWARDS]
     before, loaded = [set(registry) for registry in registries], set(sys.modules)
     try:
@@ -172,21 +172,21 @@ def as_a_process() -> Iterator[None]:
 
 
 def _origin(registered: Any) -> str:
-    """The module that a loop, a reward or an objective was defined in."""
+    """Return the module that defines a loop, a reward or an objective."""
     thing = getattr(registered, "formula", registered)
     return str(getattr(thing, "__module__", type(thing).__module__))
 
 
 class Runner:
-    """Runs the blocks of a page in the current directory, which is furnished."""
+    """Runs the blocks of a page in the current directory, which `furnish` has prepared."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.printed: str | None = None
-        """by the commands of the last console block"""
+        """The output of the last console block."""
         certify, train = tutelage.certify.certify, tutelage.api.train
 
         def narrow(names: list[str] | None = None, **settings: Any) -> Any:
-            """test_certify makes the whole table, which takes a minute, and starts two processes for a user's file."""
+            """Certify less: test_certify covers the whole table, which takes a minute."""
             if names is None:
                 return certify(["k2"], checks=("target", "plain"))
             return certify(names, checks=[check for check in ALL_CHECKS if check != "processes"], **settings)
@@ -240,7 +240,7 @@ class Runner:
 
 
 def _completed(block: Block) -> Path:
-    """A file that holds the block: beside the recipe that it extends, or made whole by extending a tiny one."""
+    """Write the block to a file, next to the recipe that it extends or completed by extending a tiny one."""
     said = yaml.safe_load(block.text)
     if "extends" in said:
         (beside,) = Path("recipes").rglob(said["extends"])

@@ -1,6 +1,6 @@
-"""What the ranks of the sharding tests run, each a process of its own.
+"""The program of the ranks in the sharding tests, each a separate process.
 
-Ranks leave what they found in FOLDER; the test compares it with one process that does the same work alone.
+Ranks write their results to FOLDER; the test compares them with those of a single process.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ POLICY_GRADIENT = algorithm("k1", form="policy_gradient", policy=PolicySettings(
 
 @dataclass(frozen=True)
 class Case:
-    """One model, one loss, one way to share rows."""
+    """A model, a loss and an assignment of rows to ranks."""
 
     kind: str = "untied"
     """untied, tied, lora or critic"""
     loss: str = "distill"
     hands: tuple[tuple[int, ...], ...] | None = None
-    """rows of each rank; None: as `deal` gives them"""
+    """The rows of each rank; None uses `deal`."""
     sharding: Sharding = PLAIN
 
     def model(self) -> CausalLM:
@@ -71,7 +71,7 @@ class Case:
             torch.nn.init.constant_(built.value_head.weight, 0.1)
         if self.kind == "lora":
             base = tiny.model()
-            for parameter in base.parameters():  # what is frozen need not be wider than it computes
+            for parameter in base.parameters():  # frozen weights stay in the compute dtype
                 parameter.data = parameter.data.to(self.sharding.dtype or torch.float32)
             apply_lora(base, LoraSettings(rank=3), seed=0)
             torch.manual_seed(1)
@@ -90,7 +90,7 @@ class Case:
         return (DISTILL if self.loss == "distill" else POLICY_GRADIENT).losses
 
     def batch(self, seed: int = 0) -> Batch:
-        """Signals are those of the whole batch: they are there before rows are dealt."""
+        """Return the whole batch with its signals, which are computed before rows are dealt."""
         batch = make_batch(seed=seed)
         if self.kind == "critic":
             generator = torch.Generator().manual_seed(seed)
@@ -133,7 +133,7 @@ STEPS = 5
 
 
 def gradient_of(case: Case, model: CausalLM, ranks: Ranks = alone) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
-    """The whole gradient, and the columns of this rank's rows."""
+    """Return the unsharded gradient, and the columns of this rank's rows."""
     share = case.batch() if ranks is alone else case.share(case.batch(), ranks)
     columns = accumulate(model, share, case.losses(), LIMITS, ranks)
     grads = [(name, parameter.grad) for name, parameter in case.named(model)]
@@ -147,7 +147,7 @@ def train(
     ranks: Ranks = alone,
     seeds: Sequence[int] = range(STEPS),
 ) -> tuple[Named, torch.optim.Optimizer, list[dict[str, float]]]:
-    """Some updates, each from another batch."""
+    """Run several updates, each from another batch."""
     named = case.named(model)
     optimizer = build_optimizer(settings, named)
     return named, optimizer, go_on(case, model, named, optimizer, ranks, seeds)
@@ -171,7 +171,7 @@ def go_on(
 
 
 def poisoned(batch: Batch) -> Batch:
-    """With a row that has no finite loss: row 2, whose rank has others too."""
+    """Return the batch with a loss that is not finite in row 2, whose rank also has other rows."""
     column = batch.columns["teacher_hidden"]
     values = column.values.clone()
     values[column.row_ids() == 2] = torch.nan
@@ -182,7 +182,7 @@ def poisoned(batch: Batch) -> Batch:
 
 
 def gradients(ranks: Ranks, folder: Path) -> None:
-    """Of every case; twice, as a second pass meets what a first one has left."""
+    """Compute the gradients of every case twice, because state of the first pass could affect the second."""
     for name, case in CASES.items():
         model = case.model()
         shard(model, case.sharding, "cpu")
@@ -225,7 +225,7 @@ def measured(ranks: Ranks, folder: Path) -> None:
 
 
 def referenced(ranks: Ranks, folder: Path) -> None:
-    """Compared with the model's own forward pass, sharded as it is; learning goes on as if nothing had been."""
+    """Compare with the model's own sharded forward pass, and check that training is not affected."""
     case, settings = UPDATES["tied_sgd"]
     model = case.model()
     shard(model, case.sharding, "cpu")
@@ -238,7 +238,7 @@ def referenced(ranks: Ranks, folder: Path) -> None:
 
 
 def not_finite(ranks: Ranks, folder: Path) -> None:
-    """An update that is given up on all ranks, and the ones after it, as if it had not been."""
+    """Run an update that fails on all ranks, then further updates, which it must not affect."""
     case, settings = UPDATES["untied_sgd"]
     model = case.model()
     shard(model, case.sharding, "cpu")
@@ -260,7 +260,7 @@ CHECKPOINTED = UPDATES["tied_adamw"]
 
 
 def save_two(ranks: Ranks, folder: Path) -> None:
-    """A checkpoint after two updates; then three more, for comparison."""
+    """Save a checkpoint after two updates, then run three more for comparison."""
     case, settings = CHECKPOINTED
     model = case.model()
     shard(model, case.sharding, "cpu")
@@ -273,7 +273,7 @@ def save_two(ranks: Ranks, folder: Path) -> None:
 
 
 def resume(ranks: Ranks, folder: Path) -> None:
-    """From the checkpoint of another number of ranks."""
+    """Resume from the checkpoint of another number of ranks."""
     case, settings = CHECKPOINTED
     model = case.model()
     shard(model, case.sharding, "cpu")
@@ -285,7 +285,7 @@ def resume(ranks: Ranks, folder: Path) -> None:
 
 
 def fail(ranks: Ranks, folder: Path) -> None:
-    """One rank cannot write; all say so. Then one dies in the middle of a save."""
+    """Save with one rank that cannot write, which all ranks report; then with one that dies during the save."""
     store = ShardedStore(folder / "checkpoints", 2, ranks)
     store.save_shards(1, {"model": {"weight": torch.ones(3)}}, {})
     bad = {"__metadata__": torch.ones(1)} if ranks.number == 0 else {}
@@ -322,7 +322,7 @@ def keep(folder: Path, name: str, tensors: Mapping[str, Tensor], facts: dict[str
 
 
 def flat(columns: Mapping[str, Ragged]) -> dict[str, Tensor]:
-    """Columns as tensors that a file can hold."""
+    """Return columns as tensors that can be saved."""
     parts = ((name, c.values, c.offsets) for name, c in columns.items())
     return {key: t for name, v, o in parts for key, t in ((f"{name}:values", v), (f"{name}:offsets", o))}
 
@@ -335,12 +335,12 @@ class Ended(NamedTuple):
 
 
 def run(*jobs: tuple[str, int, Path]) -> list[list[Ended]]:
-    """Run jobs (name, ranks, folder) one after the other; all ranks of each, to their end.
+    """Run jobs (name, ranks, folder) one after the other, each until all its ranks have ended.
 
-    One process imports everything and forks the ranks: importing it in each of them would take longer than the tests.
+    One process imports everything and forks the ranks, because importing in each rank would take longer than the tests.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    environment["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # some virtual machines die of bf16 without it
+    environment["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"  # bf16 crashes on some virtual machines without it
     work = json.dumps([(job, world, str(folder)) for job, world, folder in jobs])
     subprocess.run([sys.executable, "-W", "error", __file__, work], env=environment, check=True, timeout=3 * SECONDS)
     return [
@@ -360,7 +360,7 @@ def main() -> None:
 
 
 def rank_of(job: str, rank: int, world: int, folder: Path) -> NoReturn:
-    """The life of one rank."""
+    """Run one rank."""
     code = 1
     log = os.open(folder / f"said-{job}-{world}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

@@ -1,4 +1,4 @@
-"""What every back end of the sample queue must do. A test file subclasses `QueueContract` and makes the queue."""
+"""Tests that every back end of the sample queue must pass. Subclasses of `QueueContract` build the queue."""
 
 from __future__ import annotations
 

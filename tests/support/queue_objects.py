@@ -1,4 +1,4 @@
-"""What every back end of the sample queue must do with columns that hold no tensors."""
+"""Tests of columns without tensors that every back end of the sample queue must pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows for tests of the sample queue, and plans of calls with a plain account of what they should lead to."""
+"""Rows for tests of the sample queue, and sequences of calls with a plain model of their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key(uid: int, sample: int = 0, index: int = 0, attempt: int = 0) -> Key:
 
 
 def make_row(mark: int = 0, length: int = 4, actions: int = 2, version: int = 0, **more: Tensor) -> dict[str, Tensor]:
-    """A row whose last `actions` tokens are actions; `mark` tells rows apart."""
+    """Return a row whose last `actions` tokens are actions; `mark` distinguishes rows."""
     return {
         "tokens": torch.full((length,), mark),
         "mask": torch.arange(length) >= length - actions,
@@ -52,12 +52,12 @@ async def fill(queue: SampleQueue, uid: int, counts: Sequence[int] = (1,), **row
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a writer."""
+    """A call of a writer."""
 
     what: Literal["put", "update", "seal", "fail"]
     key: Key
     count: int = 0
-    """of a seal, or of a put that seals"""
+    """The count of a seal, or of a put that seals."""
 
     async def apply(self, queue: SampleQueue) -> None:
         match self.what:
@@ -73,8 +73,8 @@ class Call:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[dict[int, int], list[Call]]:
-    """Samples by group, and the calls for episodes of 1 to 3 trajectories in 1 or 2 attempts: in any order, but a row
-    is put before it is updated."""
+    """Draw the samples of each group, and calls for episodes of 1 to 3 trajectories in 1 or 2 attempts. The order is
+    arbitrary, except that a row is put before it is updated."""
     samples = {uid: draw(st.integers(1, 3)) for uid in range(draw(st.integers(1, 4)))}
     threads: list[list[Call]] = []
     for uid, count in samples.items():
@@ -95,7 +95,7 @@ def plans(draw: st.DrawFn) -> tuple[dict[int, int], list[Call]]:
 
 @dataclass
 class Account:
-    """What the calls so far mean, worked out the slow way."""
+    """A plain model of the queue after the calls so far."""
 
     samples: dict[int, int]
     calls: list[Call] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Account:
             self.calls.append(call)
 
     def rows(self, uid: int) -> list[Key] | None:
-        """Keys of a group that is complete, none of one that failed, None if it is neither."""
+        """Return the keys of a complete group, an empty list for a failed one, and None for others."""
         calls = [call for call in self.calls if call.key.uid == uid]
         if any(call.what == "fail" for call in calls):
             return []
@@ -125,7 +125,7 @@ class Account:
         return [uid for uid in self.samples if uid not in self.over and self.rows(uid) is not None]
 
     async def check(self, queue: SampleQueue, groups: int) -> None:
-        """Take, and compare with what should come."""
+        """Take groups and compare them with the model."""
         ready = self.ready()[:groups]
         if len(ready) < groups:
             with pytest.raises(QueueTimeout):

@@ -1,4 +1,4 @@
-"""Tiny models, a tiny tokenizer and a tiny run, for tests that need real ones."""
+"""Tiny models, a tiny tokenizer and a tiny run for tests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ KINDS: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**_OTHER_SIZES, head_dim=8, sliding_window=3),
     "gpt2": GPT2Config(vocab_size=320, n_embd=32, n_layer=4, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1),
 }
-"""Architectures that differ in what loading, cutting and saving have to know about."""
+"""Architectures that differ in loading, removing layers and saving."""
 IDS = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
 PROMPTS = [
     "Name a colour.",
@@ -76,7 +76,7 @@ def tokenizer(merges: tuple[str, ...] = ("t h", "th e"), extra: tuple[str, ...] 
 def model(
     config: PretrainedConfig | None = None, *, seed: int = 0, scale: float = 0.2, attention: str = NAME
 ) -> PreTrainedModel:
-    """Random weights, large enough that every layer and every token matters."""
+    """Return a model with random weights that are large enough for every layer and token to matter."""
     torch.manual_seed(seed)
     built = AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES), attn_implementation=attention)
     with torch.no_grad():
@@ -86,13 +86,13 @@ def model(
 
 
 def of_kind(kind: str, seed: int = 0) -> PreTrainedModel:
-    """A model of one of KINDS with the attention that comes with it."""
+    """Return a model of one of KINDS with its default attention."""
     return model(KINDS[kind].__class__.from_dict(KINDS[kind].to_dict()), seed=seed, attention="sdpa")
 
 
 @torch.no_grad()
 def logits(of: Any) -> torch.Tensor:
-    """What a model says about IDS."""
+    """Return the logits of a model for IDS."""
     return of(IDS).logits
 
 
@@ -102,7 +102,7 @@ def causal_lm(seed: int = 0, **sizes: Any) -> CausalLM:
 
 
 def save(directory: Path, *, seed: int = 0, kind: str | None = None, **sizes: Any) -> Path:
-    """A model directory: of one of KINDS, or the usual Llama with other sizes."""
+    """Save a model of one of KINDS, or a Llama with these sizes, and return its directory."""
     config = LlamaConfig(**{**SIZES, **sizes})
     built = of_kind(kind, seed) if kind is not None else model(config, seed=seed, attention="sdpa")
     built.save_pretrained(directory)
@@ -111,15 +111,15 @@ def save(directory: Path, *, seed: int = 0, kind: str | None = None, **sizes: An
 
 
 def write_prompts(path: Path, rows: list[Any] | None = None) -> Path:
-    """A JSONL file; strings become rows with a prompt."""
+    """Write a JSONL file; strings become rows with a prompt."""
     written = [row if isinstance(row, dict) else {"prompt": row} for row in (rows if rows is not None else PROMPTS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in written))
     return path
 
 
 def settings(root: Path, **sections: Any) -> dict[str, Any]:
-    """Settings of a run of seconds in `root`: student and teacher differ, three prompts a step, four steps. Sections
-    given here are merged over these."""
+    """Return the settings of a run in `root` that takes seconds: different student and teacher, three prompts per step,
+    four steps. `sections` override these settings."""
     for name, seed in (("student", 0), ("teacher", 1)):
         if not (root / name).exists():
             save(root / name, seed=seed)
@@ -146,37 +146,37 @@ def settings(root: Path, **sections: Any) -> dict[str, Any]:
 
 
 def config(root: Path, **sections: Any) -> Config:
-    """`settings`, checked."""
+    """Return `settings` as a validated config."""
     return Config.model_validate(settings(root, **sections))
 
 
 def recipe(root: Path, **sections: Any) -> Path:
-    """`settings` as a YAML file."""
+    """Write `settings` to a YAML file."""
     path = root / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings(root, **sections)))
     return path
 
 
 def weights(run: Path, checkpoint: str = "latest") -> dict[str, torch.Tensor]:
-    """The student's weights in a checkpoint of a run."""
+    """Return the student's weights in a checkpoint of a run."""
     return load(CheckpointStore(run / "checkpoints", 1).named(checkpoint)).tensors["model"]
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether all tensors are equal bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """A JSONL file."""
+    """Read a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def actors(name: str) -> list[psutil.Process]:
-    """Processes of actors of that class, in clusters that this process started."""
+    """Return the processes of actors of that class, in clusters that this process started."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it ends meanwhile
+        with suppress(psutil.Error):  # the process may end meanwhile
             if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
                 found.append(process)
     return found

@@ -1,4 +1,4 @@
-"""Tiny diffusion pipelines with random weights, built from config: one for each architecture that has an adapter."""
+"""Tiny diffusion pipelines with random weights, one for each architecture that has an adapter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NEGATIVE = ["blurry", "", "dark and noisy"]
 
 
 def tokenizer(longest: int) -> PreTrainedTokenizerFast:
-    """One token a byte; <pad> and <end> are special."""
+    """Return a tokenizer with one token per byte; <pad> and <end> are special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     built = Tokenizer(models.BPE({token: i + 2 for i, token in enumerate(alphabet)} | {"<pad>": 0, "<end>": 1}, []))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -239,11 +239,11 @@ PIPELINES: dict[str, tuple[Callable[[], DiffusionPipeline], Size]] = {
     "flux": (flux, Size(16, 12)),
     "wan": (wan, Size(32, 16, frames=5)),
 }
-"""The builder of each architecture and a small size that its tests ask for; height and width differ on purpose."""
+"""The builder of each architecture and a small size for its tests, with different height and width."""
 
 
 def pipeline(kind: str, seed: int = 0) -> DiffusionPipeline:
-    """Random weights, large enough that text, time and every layer matter."""
+    """Return a pipeline with random weights that are large enough for text, time and every layer to matter."""
     torch.manual_seed(seed)
     built = PIPELINES[kind][0]()
     with torch.no_grad():

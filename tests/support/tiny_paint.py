@@ -1,4 +1,4 @@
-"""Tiny runs of students that paint: a pipeline directory with random weights, a few prompts, a reward of two lines."""
+"""Tiny diffusion runs: a pipeline directory with random weights, a few prompts, and a simple reward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model() -> PipelineModel:
 
 
 def painting(**changes: Any) -> DiffusionSampling:
-    """The middle two of four steps are random and trained."""
+    """Return sampling settings with four steps, of which the middle two are stochastic and trained."""
     how: dict[str, Any] = {
         "steps": STEPS,
         "height": SIZE.height,
@@ -61,7 +61,7 @@ def painting(**changes: Any) -> DiffusionSampling:
 
 
 def requests(how: DiffusionSampling, prompts: Sequence[str] = PROMPTS, samples: int = 2) -> list[DiffusionRequest]:
-    """Every prompt several times, each time with a seed of its own."""
+    """Return several requests per prompt, each with its own seed."""
     return [
         DiffusionRequest(f"{number}/{sample}", prompt, "blurry", how, 100 * number + sample, (number, sample))
         for number, prompt in enumerate(prompts)
@@ -82,7 +82,7 @@ def seeded_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def directory(root: Path, kind: str = "sd3") -> Path:
-    """A pipeline as `from_pretrained` takes it; made once."""
+    """Return the directory of a saved pipeline, which is created once."""
     path = root / kind
     if not path.exists():
         pipe: Any = tiny_flow.pipeline(kind)
@@ -91,7 +91,7 @@ def directory(root: Path, kind: str = "sd3") -> Path:
 
 
 def teacher(root: Path) -> Path:
-    """The same pipeline with another transformer."""
+    """Return the directory of the same pipeline with another transformer."""
     path = root / "teacher"
     if not path.exists():
         pipe: Any = tiny_flow.pipeline("sd3")
@@ -106,7 +106,7 @@ def other_transformer() -> Any:
 
 
 def settings(root: Path, kind: str = "sd3", **sections: Any) -> dict[str, Any]:
-    """Two steps of FlowGRPO over three prompts; sections given here are merged over these."""
+    """Return the settings of two FlowGRPO steps over three prompts; `sections` override them."""
     size = tiny_flow.PIPELINES[kind][1]
     prompts, plugin = root / "pictures.jsonl", root.parent / "brightness.py"  # a process registers a reward once
     if not prompts.exists():
@@ -152,7 +152,7 @@ def recipe(root: Path, kind: str = "sd3", **sections: Any) -> Path:
 
 
 async def rolled_out(run: Run, step: int = 1) -> BatchRef:
-    """The rows of one training step, through the manager; the backend must be running."""
+    """Roll out one training step and return its rows; the backend must be running."""
     parts = run.parts
     prompts = parts.stream.take(parts.config.prompts_per_step)
     for prompt in prompts:

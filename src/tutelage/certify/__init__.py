@@ -1,4 +1,4 @@
-"""Proofs of objectives: the mean gradient of what the code computes, against the exact gradient of what it claims."""
+"""Certify objectives: compare the mean gradient that the code computes with the exact gradient that it claims."""
 
 from tutelage.certify.files import load_file
 from tutelage.certify.judge import ALL_CHECKS, Row, certify

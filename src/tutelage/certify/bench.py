@@ -1,4 +1,4 @@
-"""The code that trains, run on toys: prepare, aggregate, accumulate. What comes out is a gradient."""
+"""Run the training code (prepare, aggregate, accumulate) on toy models to obtain gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = Limits(micro_batch_tokens=24, logit_tokens=5, temperature=TEMPERATURE, 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A subject and its cast, ready to be run."""
+    """A subject with its toy models."""
 
     subject: Subject
     cast: Cast
@@ -45,7 +45,7 @@ class Bench:
 
     @property
     def learner(self) -> Toy:
-        """Who learns."""
+        """The trained model: the student or the critic."""
         return self.cast.critic if self.subject.critic else self.cast.student
 
     @property
@@ -53,12 +53,12 @@ class Bench:
         return self.algorithm.critic_losses if self.subject.critic else self.algorithm.losses
 
     def batch(self, rows: Rows) -> Batch:
-        """As the queue hands it over."""
+        """Return the batch as the queue returns it."""
         with torch.no_grad():
             return batch(rows, view(self.cast, rows), self.algorithm.needs)
 
     def prepared(self, given: Batch, limits: Limits = LIMITS) -> Batch:
-        """What the learner gets to see: all that the losses need, held fixed from here on. As a run makes it."""
+        """Return the batch with all columns that the losses need, prepared as in a run."""
         student = trainable(self.cast.old)
         critic = trainable(self.cast.critic) if self.algorithm.critic_losses else None
         found, _ = learning.prepare(self.algorithm, student, critic, given, limits)
@@ -66,27 +66,27 @@ class Bench:
         return list(works)[-1].batch
 
     def gradient(self, prepared: Batch, limits: Limits = LIMITS) -> Tensor:
-        """What the learner adds to the weights' gradients, flat."""
+        """Return the gradient that the learner accumulates, flattened."""
         for parameter in self.learner.parameters():
             parameter.grad = None
         update.accumulate(self.learner, prepared, self.losses, limits)
         return torch.cat([_slope(parameter) for parameter in self.learner.parameters()])
 
     def value(self, prepared: Batch, limits: Limits = LIMITS) -> float:
-        """The loss whose gradient that is."""
+        """Return the loss of that gradient."""
         sums = [_Summed(loss) for loss in self.losses]
         update.measure(self.learner, prepared, sums, limits)
         return sum(s.total * s.coefficient for s in sums) / max(1, int(prepared.columns["mask"].values.sum()))
 
     def textbook(self, scalar: Scalar, seen: View) -> Tensor:
-        """The gradient of something plain, flat."""
+        """Return the gradient of a textbook formula, flattened."""
         found = torch.autograd.grad(scalar(seen), self.learner.parameters(), retain_graph=True, allow_unused=True)
         pairs = zip(found, self.learner.parameters(), strict=True)
         return torch.cat([(torch.zeros_like(own) if slope is None else slope).flatten() for slope, own in pairs])
 
 
 class _Summed:
-    """Adds up what a loss returns, chunk after chunk."""
+    """Sums the values of a loss over chunks."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss, self.name, self.coefficient, self.total = loss, loss.name, loss.coefficient, 0.0
@@ -102,7 +102,7 @@ def _slope(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def trainable(toy: Toy) -> Trainable:
-    """With plain gradient descent."""
+    """Return a trainable with plain gradient descent."""
     return Trainable(toy, torch.optim.SGD(toy.parameters(), lr=1.0), toy.named_parameters())
 
 
@@ -111,7 +111,7 @@ def trainable(toy: Toy) -> Trainable:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything that could be written after one prompt."""
+    """All sequences that can follow one prompt."""
 
     rows: Rows
     seen: View
@@ -119,21 +119,21 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The mean gradient, and the root of the mean square of its norm: what zero is measured by."""
+    """The mean gradient, and the root mean square of the gradient norm as the scale for comparisons with zero."""
 
     mean: Tensor
     size: float
 
 
 def worlds(bench: Bench) -> list[World]:
-    """One for each prompt; only the smallest where pairs are enumerated."""
+    """Return one world per prompt, or only the smallest if pairs are enumerated."""
     chosen = PROMPTS if bench.subject.samples == 1 else PROMPTS[-1:]
     rows = [everything(prompt, layout) for prompt, layout in chosen]
     return [World(own, view(bench.cast, own)) for own in rows]
 
 
 def expectation(bench: Bench, found: list[World]) -> Expected:
-    """Σ probability × gradient over all batches that could be drawn; prompts are equally likely."""
+    """Return the expected gradient over all possible batches; prompts are equally likely."""
     total = torch.zeros(sum(p.numel() for p in bench.learner.parameters()), dtype=torch.float64)
     square = 0.0
     for world in found:
@@ -144,11 +144,12 @@ def expectation(bench: Bench, found: list[World]) -> Expected:
 
 
 def _drawn(bench: Bench, world: World) -> tuple[Tensor, Tensor]:
-    """How likely each batch is [draws], and its gradient [draws, parameters].
+    """Return the probability [draws] and the gradient [draws, parameters] of each batch.
 
-    A batch of one row is prepared together with all others, as rows do not look at each other then; a group is prepared
-    by itself. The learner's pass is over all of them at once, with a copy of the weights for each row: what it adds to
-    a copy is that row's share of the mean, so times the number of batches it is the share within its own.
+    Batches of one row are prepared together, because their rows are independent; each group is prepared separately. The
+    learner then processes all batches in one pass, with a copy of the weights for each row. The gradient of a copy is
+    the row's share of the mean over all batches, so multiplying by the number of batches gives its share in its own
+    batch.
     """
     likely, complete = drawn(world.seen), bench.batch(world.rows)
     prepared = bench.prepared(complete)
@@ -164,7 +165,7 @@ def _drawn(bench: Bench, world: World) -> tuple[Tensor, Tensor]:
 
 
 PAIR = (Key("train", 0, 0, 0, 0), Key("train", 0, 1, 0, 0))
-"""two episodes of one group"""
+"""The keys of two episodes of one group."""
 
 
 def _joined(parts: list[Batch]) -> Batch:
@@ -176,5 +177,5 @@ def _joined(parts: list[Batch]) -> Batch:
 
 
 def aim(bench: Bench, found: list[World], scalar: Scalar) -> Tensor:
-    """The gradient of a target, over the same prompts."""
+    """Return the gradient of a target over the same prompts."""
     return torch.stack([bench.textbook(scalar, world.seen) for world in found]).mean(0)

@@ -1,7 +1,7 @@
-"""What must hold for every objective, whatever it descends. A check takes a subject and says what is wrong, or "".
+"""Checks that every objective must pass. A check takes a subject and returns what is wrong, or "".
 
-Inputs are drawn from seeded generators: rows of many lengths, tools between actions, groups, an episode of two
-trajectories, a sampler that is a little off.
+Inputs come from seeded generators: rows of many lengths, tool tokens between actions, groups, an episode of two
+trajectories, and a sampler that differs slightly from the learner.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tutelage.learner import step as learning
 from tutelage.learner import update
 
 SAME = 1e-6
-"""Gradients that should be equal differ by less than this, relative to their norm."""
+"""Largest difference of gradients that should be equal, relative to their norm."""
 DRAWS = 2
 NEARLY = 1e-6
-"""what a teacher that is almost the student adds to the logits of one token"""
+"""Difference in the logits of one token between the student and a teacher that is almost equal to it."""
 STEP = 1e-6
-"""of finite differences"""
+"""Step size of finite differences."""
 Check = Callable[[Subject], str]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖; the norm itself where nothing is expected."""
+    """Return ‖found − expected‖ / ‖expected‖, or ‖found‖ if `expected` is zero."""
     size = float(expected.norm())
     return float((found - expected).norm()) / (size if size > 0 else 1.0)
 
@@ -50,11 +50,11 @@ def _first(*found: str) -> str:
     return next((reason for reason in found if reason), "")
 
 
-# ── the same gradient, however the work is cut ───────────────────────────────────────────────────────────────────────
+# ── the same gradient for any split of the work ──────────────────────────────────────────────────────────────────────
 
 
 def plain(subject: Subject) -> str:
-    """Packs, chunks and fused formulas give what the plain formula gives, padded and at once; and so does a step."""
+    """Packs, chunks, fused formulas and a training step agree with the plain formula on padded sequences."""
     bench = Bench.of(subject)
     return _first(*(_as_plain(bench, ragged(seed), f"rows {seed}") for seed in range(DRAWS)), _step(bench))
 
@@ -71,7 +71,8 @@ def _as_plain(bench: Bench, rows: Rows, what: str) -> str:
 
 
 def _step(bench: Bench) -> str:
-    """With plain gradient descent at a rate of 1 and no clipping, an update moves the weights by minus the gradient."""
+    """With plain gradient descent, learning rate 1 and no clipping, an update changes the weights by minus the
+    gradient."""
     prepared = bench.prepared(bench.batch(ragged(DRAWS)))
     expected = bench.gradient(prepared)
     learner = trainable(bench.learner)
@@ -84,7 +85,7 @@ def _step(bench: Bench) -> str:
 
 
 def splits(subject: Subject) -> str:
-    """Other micro-batches, other chunks, another order of the rows."""
+    """The gradient does not depend on micro-batches, chunks or the order of rows."""
     bench = Bench.of(subject)
     generator = torch.Generator().manual_seed(0)
     for seed in range(DRAWS):
@@ -101,8 +102,8 @@ def splits(subject: Subject) -> str:
 
 
 def layouts(subject: Subject) -> str:
-    """Columns that travelled padded, or as jagged nested tensors."""
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # nested tensors make it explain itself
+    """The gradient is the same for columns that were padded or converted to jagged nested tensors."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # nested tensors trigger its log messages
     bench = Bench.of(subject)
     given = bench.batch(ragged(0))
     expected = bench.gradient(bench.prepared(given))
@@ -128,12 +129,12 @@ def _changed(batch: Batch, change: Callable[[Ragged], Ragged]) -> Batch:
 # ── several updates of one batch ─────────────────────────────────────────────────────────────────────────────────────
 
 MOVE = 0.1
-"""length of the step between updates: log-probs move by some tenths"""
+"""Norm of the weight change between updates, which changes log-probs by a few tenths."""
 
 
 def updates(subject: Subject) -> str:
-    """All updates of a step, epoch after epoch and part after part: each has the gradient of the plain formula over its
-    rows, at the weights that the earlier ones left; what belongs to the weights before all of them stays."""
+    """Every update of a step has the gradient of the plain formula over its rows, at the weights after the earlier
+    updates. Quantities of the weights before the first update stay fixed."""
     assert subject.each is not None
     cast = Cast()
     bench = Bench.of(subject, replace(cast, before=deepcopy(cast.student)))
@@ -158,7 +159,7 @@ def updates(subject: Subject) -> str:
 
 
 def _dealt(parts: list[list[int]], rows: int, subject: Subject) -> str:
-    """Every epoch has all rows once, in as many parts as the recipe says."""
+    """Every epoch uses each row once, in the number of parts that the recipe sets."""
     count = subject.schedule.minibatches
     epochs = [parts[at : at + count] for at in range(0, len(parts), count)]
     once = all(sorted(row for part in epoch for row in part) == list(range(rows)) for epoch in epochs)
@@ -184,7 +185,7 @@ NOBODY_ACTED = ("000", "0")
 
 
 def shapes(subject: Subject) -> str:
-    """Shapes that are ordinary: masked rows, single actions, equal lengths, nothing at all."""
+    """Masked rows, single actions, equal lengths and empty batches work."""
     bench = Bench.of(subject)
     found = [_as_plain(bench, shaped(patterns, seed=7), name) for name, patterns in SHAPES.items()]
     nothing = bench.batch(shaped(NOBODY_ACTED, seed=7))
@@ -196,7 +197,7 @@ def shapes(subject: Subject) -> str:
 
 
 def masks(subject: Subject) -> str:
-    """The student's output at prompt, tool and last positions gets a gradient of exactly zero."""
+    """The gradient at the student's outputs of prompt, tool and last positions is exactly zero."""
     bench = Bench.of(subject)
     rows = ragged(1)
     given = bench.prepared(bench.batch(rows))
@@ -221,7 +222,7 @@ def masks(subject: Subject) -> str:
 
 
 def finite_differences(subject: Subject) -> str:
-    """The gradient is the slope of the loss, in random directions."""
+    """The gradient agrees with finite differences of the loss in random directions."""
     bench = Bench.of(subject)
     generator = torch.Generator().manual_seed(3)
     for seed in range(DRAWS):
@@ -248,8 +249,8 @@ def _moved(bench: Bench, prepared: Batch, direction: Tensor, by: float) -> float
 
 
 def agreement(subject: Subject) -> str:
-    """A teacher or reference that is the student, or equal rewards: no loss and no gradient; almost the student, and
-    almost no loss."""
+    """A teacher or reference equal to the student, or equal rewards, give zero loss and gradient. A teacher almost
+    equal to the student gives almost zero loss."""
     cast = Cast()
     rows = replace(ragged(2), gap=torch.zeros_like(ragged(2).gap))
     if subject.agrees in ("rewards", "reference"):
@@ -269,7 +270,7 @@ def agreement(subject: Subject) -> str:
 
 
 def _become(twin: Toy, student: Toy) -> None:
-    """The student's distribution at its own temperature, as a model of temperature 1."""
+    """Copy the student into `twin`, such that its distribution at temperature 1 is that of the student at its own."""
     for own, theirs in zip(twin.parameters(), student.parameters(), strict=True):
         own.data.copy_(theirs)
     twin.head.linear.weight.data.div_(TEMPERATURE)
@@ -283,11 +284,11 @@ EXTREMES: Mapping[str, tuple[float, float]] = {
     "teacher logits of 1e4": (0.0, 1e4),
     "both at odds": (1e4, -torch.inf),
 }
-"""What is added to the logits of one token: the student's, and the teacher's and the reference's."""
+"""What is added to the logits of one token: to those of the student, and to those of teacher and reference."""
 
 
 def extremes(subject: Subject) -> str:
-    """Finite losses and gradients in float64 and float32; and where the teacher excludes a token, still a gradient."""
+    """Losses and gradients are finite in float64 and float32, and not zero if the teacher excludes a token."""
     for dtype in (torch.float64, torch.float32):
         for what, (own, theirs) in EXTREMES.items():
             try:
@@ -322,11 +323,11 @@ CHECKS: Mapping[str, Check] = {
     "agreement": agreement,
     "extremes": extremes,
 }
-"""Beside these there are `target`, the comparison with the exact gradient, and `processes`, the work of two ranks."""
+"""The remaining checks are `target`, the comparison with the exact gradient, and `processes`, which uses two ranks."""
 
 
 def applies(name: str, subject: Subject) -> bool:
-    """Whether theory has something to say."""
+    """Whether a check applies to a subject."""
     if name == "agreement":
         return subject.agrees is not None
     if name == "updates":

@@ -1,4 +1,4 @@
-"""A user's file with objectives of their own."""
+"""Load the objectives of a user's file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from tutelage.config.plugins import load_plugin
 from tutelage.errors import UserError
 
 _LOADED: dict[str, list[str]] = {}
-"""The objectives that each file registered, by the name of its module."""
+"""The objectives that each file registered, by module name."""
 
 
 def load_file(path: str) -> list[str]:
-    """Run a file and name the objectives that it registers. A file that fails, or registers none, leaves no trace."""
+    """Run a file and return the names of the objectives that it registers. A file that fails or registers none has no
+    effect."""
     before = set(OBJECTIVES)
     try:
         module = load_plugin(path, "--file")

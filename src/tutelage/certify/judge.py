@@ -1,4 +1,4 @@
-"""The verdict on every subject: the mean gradient against the exact one, and all checks."""
+"""Certify every subject: compare its mean gradient with the exact one, and run all checks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tutelage.certify.ranks import two_processes
 from tutelage.certify.subjects import SETTINGS, Subject, subjects
 
 EXACT = 1e-6
-"""A row that claims to be exact has no larger bias than this …"""
+"""Largest bias of a row that claims to be exact."""
 BIASED = 1e-3
-"""… and one that declares a bias no smaller one than this."""
+"""Smallest bias of a row that declares one."""
 ALL_CHECKS = ("target", *CHECKS, "processes")
 
 
 @dataclass(slots=True)
 class Row:
-    """One line of the table."""
+    """A row of the table."""
 
     objective: str
     payload: str
@@ -32,17 +32,17 @@ class Row:
     discount: int | None
     target: str
     exact: bool
-    """what the objective claims"""
+    """Whether the objective claims to be exact."""
     note: str
     bias: float | None = None
-    """‖mean gradient − gradient of the target‖ / ‖gradient of the target‖"""
+    """‖mean gradient − gradient of the target‖ / ‖gradient of the target‖."""
     bias_other: float | None = None
-    """the same, towards the other target: `sequence` for `token`, and the other way round"""
+    """The same for the other target: `sequence` for `token`, and vice versa."""
     bias_full: float | None = None
-    """where the payload names some tokens only: towards the divergence over all of them"""
+    """For a payload with some tokens only: the bias relative to the divergence over all tokens."""
     checks: dict[str, bool] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    """of the checks that failed"""
+    """The reasons of failed checks."""
 
     @property
     def passed(self) -> bool:
@@ -65,10 +65,10 @@ def certify(
     files: Sequence[str] = (),
     done: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Certify some objectives by name, or everything that a recipe can name.
+    """Certify some objectives by name, or everything that a recipe can use.
 
-    `only` and `checks` narrow it down further; `files` are what a second process must load to know the objectives;
-    `done` hears of every row as it is finished. A name that yields no rows is a row that failed.
+    `only` and `checks` restrict the subjects and checks. `files` are loaded by further processes to register the
+    objectives. `done` is called with every finished row. A name without subjects gives a failed row.
     """
     found, missing = subjects(names)
     chosen = [subject for subject in found if only(subject)]
@@ -105,10 +105,10 @@ def _missing(name: str, reason: str) -> Row:
 
 
 def _caught(check: str, subject: Subject, row: Row) -> str:
-    """What is wrong; a formula may raise anything, and that is a verdict too."""
+    """Run a check and return what is wrong; an exception counts as a failure."""
     try:
         return _target(subject, row) if check == "target" else CHECKS[check](subject)
-    except Exception as error:  # the formula is the user's
+    except Exception as error:  # a user's formula may raise anything
         return f"raised {type(error).__name__}: {error}"
 
 
@@ -133,11 +133,11 @@ def _target(subject: Subject, row: Row) -> str:
     if subject.exact:
         return "" if row.bias <= EXACT else _wrong(row.bias, mean.mean, target, bench, found)
     row.note += f" (direction {_angle(mean.mean, target):.0f}° off)"
-    return "" if row.bias > BIASED else f"a bias is declared, but it is {row.bias:.2g}: this is exact"
+    return "" if row.bias > BIASED else f"a bias is declared, but it is only {row.bias:.2g}: this row is exact"
 
 
 def _no_target(subject: Subject, row: Row, mean: Expected, bench: Bench, found: list[World]) -> str:
-    """Nothing is descended: on average not at all (exact), or nothing that has a name."""
+    """Check a subject without a target: its mean gradient is zero (exact), or that of no known divergence."""
     still = float(mean.mean.norm()) / mean.size if mean.size > 0 else 0.0
     if subject.exact:
         row.bias = still
@@ -146,11 +146,11 @@ def _no_target(subject: Subject, row: Row, mean: Expected, bench: Bench, found: 
     row.note += f"; nearest is {nearest}, {row.bias:.2g} off"
     if not subject.claimed or (row.bias > BIASED and still > BIASED):
         return ""
-    return f"it is said to descend no divergence, but this is {nearest if still > BIASED else 'no gradient at all'}"
+    return f"no divergence is claimed, but the mean gradient is {f'that of {nearest}' if still > BIASED else 'zero'}"
 
 
 def _wrong(bias: float, mean: Tensor, target: Tensor, bench: Bench, found: list[World]) -> str:
-    """Say what it is instead, if it is something that has a name, or the target times a factor."""
+    """Explain a wrong gradient: whether it is a multiple of the target or belongs to another known divergence."""
     reason = f"exact is claimed, but the mean gradient is {bias:.2g} off the target"
     factor = float(mean @ target / target.square().sum())
     if relative(mean, factor * target) <= EXACT and factor != 0:

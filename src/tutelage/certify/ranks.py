@@ -1,10 +1,10 @@
-"""Two processes that share the work: each takes half of the rows, and their gradients are added over gloo.
+"""Check gradients with two processes: each takes half of the rows, and gloo sums their gradients.
 
-Advantages and weights are those of the whole batch, so each rank prepares all of it and then keeps its rows.
-`accumulate` divides by the actions that it is given, so a rank's gradient is scaled by own actions / all actions before
-the sum; that is the global denominator. Rank 0 also computes the whole batch alone and compares.
+Advantages and weights depend on the whole batch, so each rank prepares all of it and then keeps its rows. `accumulate`
+divides by the number of actions that it is given, so the gradient of a rank is scaled by own actions / all actions
+before the sum, which gives the global denominator. Rank 0 also computes the whole batch alone and compares.
 
-Run as `python -m tutelage.certify.ranks`, with what to do as JSON on standard input; all rows in one go.
+The module runs as `python -m tutelage.certify.ranks`, with all jobs as JSON on standard input.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from tutelage.certify.subjects import Subject, subjects
 
 RANKS = 2
 SECONDS = 120
-"""Time that both together may take; on a busy machine most of it is spent importing torch."""
+"""Time limit for both processes; on a busy machine, importing torch takes most of it."""
 
 
 def two_processes(chosen: Sequence[Subject], names: Sequence[str] | None, files: Sequence[str]) -> dict[str, str]:
-    """What is wrong with each subject, or "", by its id. An objective that only this process knows is wrong."""
+    """Return what is wrong with each subject, or "", by its id. An objective that only this process knows is an
+    error."""
     if not chosen:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +73,7 @@ def _start(job: dict[str, Any]) -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    """One rank."""
+    """Run one rank."""
     job = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
     for file in job["files"]:
@@ -102,7 +103,7 @@ def _share(subject: Subject | None, rank: int) -> str:
         own, everyone = (int(batch.columns["mask"].values.sum()) for batch in (mine, prepared))
         expected = bench.gradient(prepared)
         gradient = bench.gradient(mine) * (own / everyone)
-    except Exception as error:  # the formula is the user's; the other rank waits for this one, whatever happened
+    except Exception as error:  # a user's formula may raise anything, and the other rank must not wait forever
         raised = f"raised {type(error).__name__}: {error}"
     dist.all_reduce(gradient)
     gap = relative(gradient, expected)

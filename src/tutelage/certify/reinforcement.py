@@ -1,4 +1,4 @@
-"""What learns from rewards: which of it is the gradient of the expected reward, and which is not.
+"""Subjects that learn from rewards, and whether each has the gradient of the expected reward.
 
 Rewards are a random table over all sequences. Groups have two episodes, so that every pair can be enumerated.
 """
@@ -21,12 +21,13 @@ from tutelage.data.trajectory import Batch
 
 GROUP = 2
 KL = 0.5
-"""coefficient of the KL to the reference, of the entropy bonus and of task rewards: not 1, so that it is noticed"""
+"""Coefficient of the KL to the reference, of the entropy bonus and of task rewards. It is not 1, so that a missing
+coefficient is detected."""
 LAMBDA = 0.95
 
 
 def reinforcement() -> list[Subject]:
-    """All rows that no teacher has a part in, and the one where teacher and rewards meet."""
+    """Return all subjects without a teacher, and those that combine a teacher with rewards."""
     return [*_grpo(), *_reference(), _entropy(), _tasks(), _normalised(), *_reinforce(), *_ppo(), _critic()]
 
 
@@ -52,7 +53,7 @@ def _group_row(baseline: str, scale: str, aggregation: str) -> Subject:
     if baseline == "mean":
         note += f", times 1 − 1/n: a reward is part of its own baseline (n = {GROUP})"
     if scale != "none":
-        note = f"divided by the {scale.replace('_', ' ')}, which depends on what was drawn: groups weigh differently"
+        note = f"divided by the {scale.replace('_', ' ')}, which depends on the samples: groups have different weights"
 
     def aim(seen: View) -> Tensor:
         longest = LONGEST if aggregation == "sequence_sum" else int(seen.lengths[0])
@@ -82,7 +83,7 @@ def _group_losses(baseline: str, scale: str) -> PerAction:
 
 
 def _tasks() -> Subject:
-    """Distillation with task rewards beside it."""
+    """Distillation with task rewards."""
     divergence = textbook.divergence("reverse_kl", SETTINGS)
     tasks = _group_losses("leave_one_out", "none")
     return Subject(
@@ -91,7 +92,7 @@ def _tasks() -> Subject:
         form="supervised, task rewards",
         target="token",
         exact=True,
-        note=f"reverse KL at visited states less {KL:g} times the expected reward",
+        note=f"reverse KL at visited states minus {KL:g} times the expected reward",
         build=builder(objective="reverse_kl", task_weight=KL, baseline="leave_one_out", scale="none"),
         plain=textbook.token_mean(lambda seen: divergence(seen) + KL * tasks(seen)),
         aim=textbook.combined((1.0, textbook.at_states(divergence)), (KL, textbook.negative_reward)),
@@ -100,7 +101,8 @@ def _tasks() -> Subject:
 
 
 def _normalised() -> Subject:
-    """The advantages of distillation, whitened: close to the teacher that makes much of little, so nothing vanishes."""
+    """Distillation with whitened advantages. Whitening amplifies small differences, so the gradient does not vanish
+    close to the teacher."""
 
     def losses(seen: View) -> Tensor:
         own = seen.behaviour - seen.taken(seen.teacher)
@@ -113,7 +115,7 @@ def _normalised() -> Subject:
         discount=0,
         target="token",
         exact=False,
-        note="k1 whitened: the mean and spread that are taken off depend on what was drawn",
+        note="k1 whitened: the mean and standard deviation depend on the samples",
         build=builder(objective="k1", form="policy_gradient", normalise=True),
         plain=textbook.token_mean(losses),
         aim=textbook.at_states(textbook.divergence("reverse_kl", SETTINGS)),
@@ -122,7 +124,7 @@ def _normalised() -> Subject:
     )
 
 
-# ── terms beside the reward ──────────────────────────────────────────────────────────────────────────────────────────
+# ── additional terms ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def toward_reference(scalar: Scalar) -> Scalar:
@@ -130,7 +132,7 @@ def toward_reference(scalar: Scalar) -> Scalar:
 
 
 def _reference() -> list[Subject]:
-    """The KL to the reference, in the loss; a group of one has no advantage, so nothing else moves the student."""
+    """The KL to the reference in the loss. A group of one has no advantage, so the KL is the only term."""
     claims = {"k2": "reverse_kl", "k3": "forward_kl", "k3_straight_through": "reverse_kl"}
     return [
         _reference_row(estimator, claims.get(estimator, "reverse_kl"))
@@ -215,7 +217,7 @@ def _reinforce() -> list[Subject]:
             form="whitened" + (", kl in the reward" if kl else ""),
             target="sequence",
             exact=False,
-            note="returns are whitened by the spread of what was drawn",
+            note="returns are whitened by the standard deviation of the batch",
             build=builder(name="reinforce_plus_plus", kl=kl, kl_in="reward"),
             plain=textbook.token_mean(_returns_losses(kl)),
             aim=_reward_and_kl(kl),
@@ -229,10 +231,10 @@ def _reinforce() -> list[Subject]:
 def _ppo() -> list[Subject]:
     bare = "before whitening"
     return [
-        _ppo_row(1.0, 0.0, whitened=False, exact=True, note=f"{bare}: any critic is a baseline without bias"),
-        _ppo_row(1.0, KL, whitened=False, exact=True, note=f"{bare}: the expected reward less KL(student‖reference)"),
-        _ppo_row(LAMBDA, 0.0, whitened=False, exact=False, note=f"{bare}: below 1, the critic's errors are a bias"),
-        _ppo_row(LAMBDA, 0.0, whitened=True, exact=False, note="as a run has it: whitened by what was drawn"),
+        _ppo_row(1.0, 0.0, whitened=False, exact=True, note=f"{bare}: any critic is an unbiased baseline"),
+        _ppo_row(1.0, KL, whitened=False, exact=True, note=f"{bare}: the expected reward minus KL(student‖reference)"),
+        _ppo_row(LAMBDA, 0.0, whitened=False, exact=False, note=f"{bare}: below 1, the critic's errors cause a bias"),
+        _ppo_row(LAMBDA, 0.0, whitened=True, exact=False, note="as in a run: whitened over the batch"),
     ]
 
 
@@ -259,7 +261,7 @@ def _ppo_row(lam: float, kl: float, *, whitened: bool, exact: bool, note: str) -
 
 
 def before_whitening(build: Build) -> Build:
-    """The same algorithm with the advantages that GAE gave: returns less values, both of which it hands on."""
+    """Return the same algorithm with the advantages of GAE before whitening, computed as returns minus values."""
 
     def bare(heads: Sequence[TeacherHead]) -> Algorithm:
         algorithm = build(heads)
@@ -278,7 +280,7 @@ def before_whitening(build: Build) -> Build:
 
 
 def _critic() -> Subject:
-    """The critic's own loss: half the squared distance to the return, at visited states."""
+    """The critic's loss: half the squared distance to the return, at visited states."""
 
     def losses(seen: View) -> Tensor:
         advantage = textbook.general_advantages(seen, textbook.final_reward(seen), 1.0)

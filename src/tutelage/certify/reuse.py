@@ -1,10 +1,9 @@
-"""Batches that are learned from more than once (`epochs`, `minibatches`), and samplers that differ from the learner
+"""Subjects with several updates per batch (`epochs`, `minibatches`) or a sampler that differs from the learner
 (`importance`).
 
-The student that draws, the student of before the updates and the student that learns are three different toys here.
-Expectations are over what was drawn, with weights that do not depend on it: that is so for the parts of a batch that
-have not been learned from yet. In a further epoch the weights also depend on the very tokens that they are taught by,
-which no weight of single tokens can undo.
+The sampler, the student before the updates and the trained student are three different toys here. Expectations are over
+the sampled sequences with weights that do not depend on them, which holds for mini-batches that have not been trained
+on yet. In a second epoch the weights depend on the same tokens, which no per-token weight can correct.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ AGAIN: dict[str, Any] = {"epochs": 2, "minibatches": 2}
 LATER = "second update"
 APART = "sampler apart"
 OPEN: dict[str, Any] = {"clip_low": 1 - 1e-9, "clip_high": 1e9, "dual_clip": None}
-"""a range that clips nothing here: what is left of PPO then is its surrogate"""
+"""A range that clips nothing here, which leaves PPO's surrogate."""
 UNCUT, CAP = 1e6, 1.1
-"""caps of importance: one that no ratio reaches, and one that many pass"""
+"""Caps of the importance ratio: one that no ratio reaches, and one that many exceed."""
 UNCOMPARED: dict[str, Any] = {"baseline": "none", "scale": "none"}
-"""rewards as they are, so that a batch may be a single row"""
+"""Settings for rewards without comparison, so that a batch may be a single row."""
 
 
 def reuse() -> list[Subject]:
-    """All rows that belong to no single objective."""
+    """Return the subjects that do not belong to a single objective."""
     return [
         *_references(),
         *_rewards(),
@@ -45,7 +44,7 @@ def reuse() -> list[Subject]:
 
 
 def _importance(seen: View, mode: str, cap: float) -> Tensor:
-    """[actions]: from the sampler to the weights before the updates."""
+    """Return the importance weights [actions] from the sampler to the weights before the updates."""
     ratio = (seen.taken(seen.before) - seen.behaviour).exp()
     if mode == "truncate":
         return ratio.clamp(max=cap)
@@ -55,7 +54,7 @@ def _importance(seen: View, mode: str, cap: float) -> Tensor:
 
 
 def _weight(seen: View, mode: str = "off", cap: float = UNCUT) -> Tensor:
-    """[actions]: from whoever drew to the student now."""
+    """Return the weights [actions] from the sampler to the current student."""
     return _importance(seen, mode, cap) * (seen.taken(seen.student).detach() - seen.taken(seen.before)).exp()
 
 
@@ -70,12 +69,12 @@ def _rewarded(advantage: PerAction, mode: str = "off", cap: float = UNCUT, *, op
 
 
 def _reward(seen: View) -> Tensor:
-    """[actions]: that of the episode."""
+    """Return the reward of the episode for each action, [actions]."""
     return textbook.group_advantages(seen, "none", "none")
 
 
 def _row(losses: PerAction, words: dict[str, Any], **fields: Any) -> Subject:
-    """A row whose plain loss is the mean of `losses`, with the words of a recipe."""
+    """Return a subject whose plain loss is the mean of `losses`, with these settings."""
     several = words.get("epochs", 1) * words.get("minibatches", 1) > 1
     return Subject(
         build=fields.pop("build", builder(**words)),
@@ -88,15 +87,15 @@ def _row(losses: PerAction, words: dict[str, Any], **fields: Any) -> Subject:
     )
 
 
-# ── distillation from the sampled token, with task rewards beside it ─────────────────────────────────────────────────
+# ── distillation from the sampled token, with task rewards ───────────────────────────────────────────────────────────
 
 
 def later_updates(objective: Objective) -> list[Subject]:
-    """A formula over the sampled token, differentiated at tokens that an earlier student drew."""
+    """Return subjects of a formula over the sampled token, differentiated at tokens of an earlier student."""
     if objective.sees != "token" or objective.name == "k1":
         return []
     found = [_sampled(objective, AGAIN, LATER)]
-    if objective.name == "k2":  # one stands for all: importance does not know the formula
+    if objective.name == "k2":  # one is enough, because importance does not depend on the formula
         more = {**AGAIN, "importance": "truncate", "importance_cap": UNCUT}
         found.append(_sampled(objective, more, f"{APART}, {LATER}"))
     return found
@@ -121,7 +120,7 @@ def _sampled(objective: Objective, more: dict[str, Any], what: str) -> Subject:
         form=f"supervised, task rewards, {what}",
         target="token",
         exact=claim.exact,
-        note=f"{claim.note}; tokens are weighed by how likely they are now, at the states of before",
+        note=f"{claim.note}; tokens are weighted by their current probability, at the states of the sampler",
         aim=textbook.combined((1.0, own), (KL, textbook.surrogate)),
         other=textbook.combined((1.0, sequences), (KL, textbook.surrogate)) if sequences is not None else None,
         smooth=False,
@@ -129,7 +128,7 @@ def _sampled(objective: Objective, more: dict[str, Any], what: str) -> Subject:
 
 
 def _whole_distribution() -> Subject:
-    """A divergence of whole distributions needs no weight: no token was drawn for it."""
+    """A divergence of whole distributions, which needs no weights because it does not depend on the sampled token."""
     divergence, tasks = textbook.divergence("reverse_kl", SETTINGS), _rewarded(_reward)
     return _row(
         lambda seen: divergence(seen) + KL * tasks(seen),
@@ -139,13 +138,13 @@ def _whole_distribution() -> Subject:
         form=f"supervised, task rewards, {LATER}",
         target="token",
         exact=True,
-        note="exact at the states of before",
+        note="exact at the states of the sampler",
         aim=textbook.combined((1.0, textbook.at_states(divergence)), (KL, textbook.surrogate)),
     )
 
 
 def _as_advantage() -> Subject:
-    """k1 of the weights before: an advantage stays while the batch is learned from."""
+    """k1 of the weights before the updates, because an advantage stays fixed during the updates of a batch."""
 
     def advantage(seen: View) -> Tensor:
         return seen.taken(seen.teacher) - seen.behaviour
@@ -159,7 +158,7 @@ def _as_advantage() -> Subject:
         discount=0,
         target="token",
         exact=False,
-        note="PPO's surrogate: the advantage is that of the weights before, so it is reverse KL to first order",
+        note="PPO's surrogate: the advantage is that of the earlier weights, so it is reverse KL to first order",
         aim=textbook.at_states(textbook.divergence("reverse_kl", SETTINGS)),
         other=textbook.of_sequences("reverse_kl", SETTINGS),
     )
@@ -175,7 +174,7 @@ def _references() -> list[Subject]:
 
 
 def _reference(estimator: str, more: dict[str, Any], what: str) -> Subject:
-    """A group of one has no advantage, so nothing else moves the student."""
+    """A group of one has no advantage, so the KL is the only term."""
     pulled = "k2" if estimator == "k3_straight_through" else estimator
     claim = "forward_kl" if estimator == "k3" else "reverse_kl"
     mode = more.get("importance", "off")
@@ -205,7 +204,7 @@ def _reference(estimator: str, more: dict[str, Any], what: str) -> Subject:
 
 
 def _rewards() -> list[Subject]:
-    stays = "the reward if one action is the student's now and the others are those that were drawn"
+    stays = "the reward if one action is from the current student and the others from the sampler"
     return [
         _grpo(LATER, AGAIN, exact=True, note=f"PPO's surrogate without its clip: {stays}"),
         _grpo(f"{LATER}, clipped", AGAIN, exact=False, opened=False, note="PPO's surrogate: its clip is a bias"),
@@ -218,7 +217,7 @@ def _rewards() -> list[Subject]:
                 f"{APART}, {mode} at {CAP:g}",
                 {"importance": mode, "importance_cap": CAP},
                 exact=False,
-                note="what the cap takes off is a bias",
+                note="the cap causes a bias",
             )
             for mode in ("truncate", "mask")
         ),
@@ -248,7 +247,7 @@ def _grpo(what: str, more: dict[str, Any], *, exact: bool, note: str, opened: bo
 
 
 def _returns() -> Subject:
-    """REINFORCE++: with one reward at the end and no discount, all returns of an episode are its reward."""
+    """REINFORCE++: with one reward at the end and no discount, all returns of an episode equal its reward."""
     return _row(
         _rewarded(lambda seen: textbook.white(_reward(seen))),
         {"name": "reinforce_plus_plus", **OPEN, **AGAIN},
@@ -257,7 +256,7 @@ def _returns() -> Subject:
         form=f"whitened, {LATER}",
         target="token",
         exact=False,
-        note="PPO's surrogate of returns that are whitened by the spread of what was drawn",
+        note="PPO's surrogate of returns that are whitened by the standard deviation of the batch",
         aim=textbook.surrogate,
         samples=GROUP,
         agrees="rewards",
@@ -265,7 +264,7 @@ def _returns() -> Subject:
 
 
 def _critics() -> Subject:
-    """PPO's actor, before whitening: what a critic expects of a state is a baseline without bias also then."""
+    """PPO's actor before whitening: the critic's value is an unbiased baseline here too."""
 
     def advantage(seen: View) -> Tensor:
         return textbook.general_advantages(seen, textbook.final_reward(seen), 1.0)

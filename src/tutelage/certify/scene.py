@@ -1,4 +1,5 @@
-"""What the student did, as a batch for the learner (`batch`) and as plain tensors for a textbook (`View`)."""
+"""The trajectories of a toy student, as a batch for the learner (`batch`) and as plain tensors for formulas
+(`View`)."""
 
 from __future__ import annotations
 
@@ -19,61 +20,62 @@ TOP_K = 2
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Trajectories: what was written, and by whom."""
+    """Trajectories with their keys and rewards."""
 
     tokens: tuple[Tensor, ...]
     masks: tuple[Tensor, ...]
     keys: tuple[Key, ...]
     rewards: Tensor
-    """float64 [rows]"""
+    """float64 [rows]."""
     gap: Tensor
-    """float64 [actions]: the sampler's log-probs less the learner's"""
+    """float64 [actions]: the sampler's log-probs minus the learner's."""
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [rows], in actions"""
+        """The number of actions of each row, int64 [rows]."""
         return torch.tensor([int(mask.sum()) for mask in self.masks], dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that is known at each action, computed without packs, chunks or fused formulas."""
+    """The quantities at each action, computed without packs, chunks or fused formulas."""
 
     ids: Tensor
     """int64 [actions]"""
     row: Tensor
-    """int64 [actions]: the row of each action"""
+    """int64 [actions]: the row of each action."""
     lengths: Tensor
-    """int64 [rows], in actions"""
+    """int64 [rows]: the number of actions of each row."""
     student: Tensor
-    """log-probs [actions, vocabulary] after the rollout's temperature, with gradient"""
+    """Log-probs [actions, vocabulary] at the rollout's temperature, with gradient."""
     teacher: Tensor
     reference: Tensor
-    """log-probs [actions, vocabulary] of the others, at their own temperature"""
+    """Log-probs [actions, vocabulary] of teacher and reference, at their own temperature."""
     values: Tensor
-    """[actions]: the critic's, with gradient"""
+    """[actions]: the critic's values, with gradient."""
     before: Tensor
-    """log-probs [actions, vocabulary] of the student before the first update; its own now, if there was none"""
+    """Log-probs [actions, vocabulary] of the student before the first update, or of the current one if there was
+    none."""
     sampler: Tensor
-    """log-probs [actions, vocabulary] of whoever drew the actions"""
+    """Log-probs [actions, vocabulary] of the sampler."""
     behaviour: Tensor
-    """[actions]: the sampler's log-prob of each action"""
+    """[actions]: the sampler's log-prob of each action."""
     teacher_hidden: Tensor
     rewards: Tensor
-    """[rows]"""
+    """[rows]."""
     keys: tuple[Key, ...]
 
     def taken(self, log_probs: Tensor) -> Tensor:
-        """[actions]: of the ids that were written."""
+        """Return the log-probs of the sampled ids, [actions]."""
         return log_probs.gather(-1, self.ids[:, None]).squeeze(-1)
 
     def per_row(self, values: Tensor) -> Tensor:
-        """[rows]: sums of [actions]."""
+        """Sum values [actions] over each row, [rows]."""
         return values.new_zeros(len(self.lengths)).index_add(0, self.row, values)
 
 
 def view(cast: Cast, rows: Rows) -> View:
-    """Look at rows in the plainest way: every sequence padded and run by itself."""
+    """Compute the view of rows from padded sequences, without packing."""
     chose = [mask.nonzero().squeeze(-1) - 1 for mask in rows.masks]
     row = torch.repeat_interleave(torch.arange(len(chose)), rows.lengths)
     at = torch.cat(chose) if chose else row
@@ -102,17 +104,17 @@ def view(cast: Cast, rows: Rows) -> View:
 
 
 def _tempered(toy: Toy, rows: Rows, row: Tensor, at: Tensor) -> Tensor:
-    """Log-probs of a student of another time."""
+    """Return the log-probs of a student with other weights, at the rollout's temperature."""
     return torch.log_softmax(toy.logits(toy.plain(rows.tokens)[row, at]) / TEMPERATURE, dim=-1).detach()
 
 
 def heads(cast: Cast) -> tuple[TeacherHead, ...]:
-    """The teacher's output head, as the full payload refers to it."""
+    """Return the teacher's output head, which the full payload refers to."""
     return (TeacherHead("teacher", cast.teacher.log_probs),)
 
 
 def batch(rows: Rows, seen: View, needs: Iterable[str]) -> Batch:
-    """What the queue would hand over: the columns that an algorithm asks for, no others."""
+    """Return the batch as the queue returns it, with only the columns that the algorithm needs."""
     offsets = offsets_of(seen.lengths)
     top = seen.teacher.topk(TOP_K, dim=-1)
     own = seen.student.detach().topk(TOP_K, dim=-1).indices
@@ -140,14 +142,14 @@ def batch(rows: Rows, seen: View, needs: Iterable[str]) -> Batch:
     )
 
 
-# ── everything that could have been written ──────────────────────────────────────────────────────────────────────────
+# ── all possible sequences ───────────────────────────────────────────────────────────────────────────────────────────
 
 PROMPTS: tuple[tuple[tuple[int, ...], str], ...] = (((1, 3), "ataa"), ((2, 0, 3), "ata"))
-"""Prompts and what follows them: a is an action, t a token of a tool, which depends on the action before it."""
+"""Prompts and the layout of what follows: `a` is an action, `t` a tool token, which depends on the action before it."""
 
 
 def everything(prompt: Sequence[int], layout: str) -> Rows:
-    """Every sequence that the student could write after a prompt, each with a reward of its own."""
+    """Return all sequences that the student can generate after a prompt, each with its own reward."""
     tokens = [_sequence(prompt, layout, actions) for actions in product(range(VOCABULARY), repeat=layout.count("a"))]
     mask = torch.tensor([False] * len(prompt) + [kind == "a" for kind in layout])
     generator = torch.Generator().manual_seed(len(tokens))
@@ -167,12 +169,12 @@ def _sequence(prompt: Sequence[int], layout: str, actions: Sequence[int]) -> Ten
     return torch.tensor(written)
 
 
-# ── some rows of many shapes ─────────────────────────────────────────────────────────────────────────────────────────
+# ── rows of various shapes ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ragged(seed: int, *, groups: int = 3, samples: int = 2) -> Rows:
-    """Groups with short and long prompts (long ones are shared in a pack), answers of 1 to 6 actions with tool tokens
-    between, one episode of two trajectories, and a sampler that is a little off."""
+    """Return groups with short and long prompts (long ones are shared in a pack), answers of 1 to 6 actions with tool
+    tokens between them, one episode of two trajectories, and a sampler that differs slightly from the learner."""
     generator = torch.Generator().manual_seed(seed)
     tokens, masks, keys = [], [], []
     for uid in range(groups):
@@ -190,7 +192,7 @@ def ragged(seed: int, *, groups: int = 3, samples: int = 2) -> Rows:
 
 
 def shaped(patterns: Sequence[str], seed: int) -> Rows:
-    """Rows with these masks ("0011"), two samples to a group."""
+    """Return rows with these masks ("0011"), two samples per group."""
     generator = torch.Generator().manual_seed(seed)
     masks = [torch.tensor([c == "1" for c in pattern], dtype=torch.bool) for pattern in patterns]
     tokens = [torch.randint(0, VOCABULARY, (len(mask),), generator=generator) for mask in masks]

@@ -1,7 +1,7 @@
-"""What there is to certify: one subject for each objective × payload × form that a recipe can name.
+"""The subjects to certify: one for each objective, payload and form that a recipe can combine.
 
-Nothing is listed by hand that a registry knows: objectives come from `OBJECTIVES`, payloads, forms and discounts from
-the schema, and a combination is left out only if the schema or the wiring refuses it.
+Objectives come from `OBJECTIVES`; payloads, forms and discounts come from the schema. A combination is left out only if
+the schema or `algorithms.build` refuses it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tutelage.errors import UserError
 from tutelage.learner.schedule import Schedule, schedule
 
 SETTINGS = Settings(beta=0.3, alpha=0.2)
-"""Not the defaults: a setting that does not arrive is noticed."""
+"""These differ from the defaults, so that a setting that is not passed on is detected."""
 LONGEST = 7
-"""tokens of an answer that the recipe allows: the divisor of sequence_sum"""
+"""The maximum answer length of the recipe, which is the divisor of sequence_sum."""
 Build = Callable[[Sequence[TeacherHead]], Algorithm]
 Target = Literal["token", "sequence", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """One row of the table, before it is judged."""
+    """A combination to certify, which becomes one row of the table."""
 
     objective: str
     payload: str
@@ -42,36 +42,36 @@ class Subject:
     discount: int | None = None
     target: Target
     exact: bool
-    """whether the mean gradient is claimed to be the target's; if not, it is claimed to be another"""
+    """Whether the mean gradient is claimed to equal that of the target; otherwise it is claimed to differ."""
     note: str
     build: Build
-    """the algorithm, as a recipe gets it"""
+    """Builds the algorithm as for a recipe."""
     plain: Scalar
-    """the loss of some rows, as a textbook has it"""
+    """The textbook loss of a batch."""
     aim: Scalar | None
-    """what is descended; None is no divergence at all (exact: nothing)"""
+    """The target whose gradient is claimed; None if no divergence is claimed (with `exact`, a zero mean gradient)."""
     other: Scalar | None = None
-    """the same at the other target: states held fixed, or whole sequences"""
+    """The other version of the target: at fixed states, or of whole sequences."""
     full: Scalar | None = None
-    """where the payload names some tokens only: the divergence over all of them"""
+    """For a payload with some tokens only: the divergence over all tokens."""
     samples: int = 1
-    """rows of a batch: the size of a group"""
+    """The number of rows in a batch, which form a group."""
     critic: bool = False
-    """what learns is the critic"""
+    """Whether the critic is trained instead of the student."""
     agrees: Literal["teacher", "reference", "rewards"] | None = None
-    """what makes loss and gradient vanish: a teacher or reference that is the student, or equal rewards"""
+    """What makes loss and gradient zero: a teacher or reference equal to the student, or equal rewards."""
     smooth: bool = True
-    """the gradient is that of the value; not so where an estimate borrows the gradient of another"""
+    """Whether the gradient is the derivative of the loss value; false for straight-through estimators."""
     updated: bool = False
-    """the student has moved since the batch was drawn: this is not the first update of its batch"""
+    """Whether the student has changed since the batch was sampled, as in a second update of the batch."""
     sampled_apart: bool = False
-    """the sampler computes something else than the student, as one of another precision does"""
+    """Whether the sampler differs from the student, as one of another precision does."""
     schedule: Schedule = field(default_factory=Schedule)
-    """how often, and in which parts, a recipe of these words learns from a batch"""
+    """The epochs and mini-batches of the recipe."""
     each: PerAction | None = None
-    """what `plain` is the mean of, where updates are made from parts of a batch"""
+    """The losses per action whose mean is `plain`, for updates from parts of a batch."""
     claimed: bool = True
-    """something is claimed; a user's formula as an advantage is only measured"""
+    """Whether the row makes a claim; a user's formula as an advantage is only measured."""
 
     @property
     def id(self) -> str:
@@ -80,11 +80,11 @@ class Subject:
 
 
 class Refused(Exception):
-    """No recipe can name this combination."""
+    """No recipe can use this combination."""
 
 
 def subjects(names: Collection[str] | None = None) -> tuple[list[Subject], dict[str, str]]:
-    """All subjects, or those of some objectives; and the names that have none, with the reason."""
+    """Return all subjects, or those of some objectives, and the reason for each name that has none."""
     from tutelage.certify.reuse import later_updates, reuse
 
     found: list[Subject] = []
@@ -107,13 +107,13 @@ def subjects(names: Collection[str] | None = None) -> tuple[list[Subject], dict[
 
 
 def builder(**algorithm: Any) -> Build:
-    """From the words of a recipe, through the schema and the wiring that every run goes through."""
+    """Return a function that builds the algorithm from settings, with the schema and wiring of a run."""
     config = _config(algorithm)
     return lambda heads: build_algorithm(config, heads)
 
 
 def scheduled(**algorithm: Any) -> Schedule:
-    """The updates of one step, from the same words."""
+    """Return the schedule of updates of one step for these settings."""
     return schedule(_config(algorithm), 1)
 
 
@@ -134,7 +134,7 @@ def _config(algorithm: dict[str, Any]) -> schema.Config:
 
 
 def choices(section: type[schema.Section], key: str) -> tuple[Any, ...]:
-    """The words that a key of the schema may have."""
+    """Return the allowed values of a key of the schema."""
     return get_args(section.model_fields[key].annotation)
 
 
@@ -147,7 +147,7 @@ def _of_objective(objective: Objective) -> tuple[list[Subject], list[str]]:
     for claim in (objective.supervised, objective.policy_gradient):
         unknown = [name for name in _parts(objective, claim) if name and not _has_formula(objective, name)]
         if unknown:
-            return [], [f"it claims {' and '.join(unknown)}, which there is no exact formula for"]
+            return [], [f"it claims {' and '.join(unknown)}, for which there is no exact formula"]
     for payload, form, discount in _combinations():
         try:
             found.append(_subject(objective, payload, form, discount))
@@ -157,7 +157,7 @@ def _of_objective(objective: Objective) -> tuple[list[Subject], list[str]]:
 
 
 def _parts(objective: Objective, claim: Claim) -> tuple[str, str]:
-    """`a` or `a-b`, or the objective itself, whatever its name looks like."""
+    """Split the claim `a-b` into its two parts; the second is empty for `a` or for the name of the objective itself."""
     if claim.divergence == objective.name:
         return objective.name, ""
     first, _, second = claim.divergence.partition("-")
@@ -233,8 +233,9 @@ def _policy_gradient(objective: Objective, payload: str, discount: int, build: B
 
 
 def _claimed(objective: Objective, claim: Claim, discount: int) -> Scalar | None:
-    """`a` or `a-b`. What is taken off comes from the estimate being held fixed while its advantage is followed. That is
-    a matter of each state by itself, so b is at visited states, held fixed, also where the target is the sequence."""
+    """Return the target of the claim `a` or `a-b`. The term b results from holding the estimate fixed in the advantage.
+    It concerns each state separately, so b is always taken at fixed visited states, even if the target is the
+    sequence."""
     first, second = _parts(objective, claim)
     sequences = discount == 1 and first in textbook.DIVERGENCES
     aim = textbook.of_sequences(first, SETTINGS) if sequences else _at_states(first)

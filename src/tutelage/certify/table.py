@@ -11,14 +11,14 @@ from rich.text import Text
 from tutelage.certify.judge import Row
 
 WIDE = 220
-"""Characters of a line where nobody looks on: a pipe or a file gets whole notes."""
+"""Line width for output to a pipe or file, which shows whole notes."""
 NOTES = 150
-"""Characters that a line must have to show notes."""
+"""Minimum line width for showing notes."""
 NUMBERS = ("bias", "other", "passed")
 
 
 def show(rows: Sequence[Row], console: Console | None = None) -> None:
-    """One line a row, and below them what failed."""
+    """Print one line per row, followed by the failures."""
     console = console if console is not None else _console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("objective", "payload", "form", "target", "exact", *NUMBERS):
@@ -38,7 +38,7 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The last line."""
+    """Return the last line of the output."""
     failed = sum(not row.passed for row in rows)
     return f"{failed} of {len(rows)} failed" if failed else f"{len(rows)} rows, all passed"
 

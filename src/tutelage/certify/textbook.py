@@ -1,7 +1,7 @@
-"""The formulas as a textbook has them, in float64 and without a thought for speed or extreme values.
+"""Textbook formulas in float64, without regard to speed or extreme values.
 
-Nothing here uses the package's own losses: what the learner computes is compared with these. Divergences are sums over
-outcomes, so each is given by the term of one outcome; estimates look at the sampled token.
+They do not use the package's losses, because the results of the learner are compared with them. Divergences are sums
+over outcomes and are defined by the term of one outcome; estimates use the sampled token.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tutelage.algorithms.objectives import OBJECTIVES, Objective, Settings
 from tutelage.certify.scene import TOP_K, View
 
 Term = Callable[[Tensor, Tensor, Settings], Tensor]
-"""(log q, log p) of outcomes, the same shape each → what each outcome adds"""
+"""Maps log q and log p of outcomes, of the same shape, to the term of each outcome."""
 Scalar = Callable[[View], Tensor]
-"""something to descend: its gradient is what matters"""
+"""A scalar whose gradient is compared."""
 PerAction = Callable[[View], Tensor]
-"""[actions]"""
+"""Values per action, [actions]."""
 
 ABSENT = -1e4
 
@@ -46,12 +46,12 @@ ESTIMATES: Mapping[str, Term] = {
     "abs": lambda q, p, s: (q - p).abs(),
     "low_var_kl": lambda q, p, s: (p.exp() / q.exp() - 1 - (p - q)).clamp(-10, 10),
 }
-"""Log-ratios of the toys stay inside ±20, so that the inner clamp of low_var_kl does nothing."""
+"""Log-ratios of the toys stay within ±20, so the inner clamp of low_var_kl has no effect."""
 
 
 def outcomes(seen: View, payload: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of student and teacher [actions, vocabulary + 1] and which outcomes there are, bool of that shape: the
-    named ids, and all others as the last one. The full payload names all."""
+    """Return the log-probs of student and teacher [actions, vocabulary + 1], and a bool mask of that shape for the
+    outcomes that exist: the ids in the payload, and one last outcome for all others. The full payload has all ids."""
     named = torch.ones_like(seen.student, dtype=torch.bool)
     if payload != "full":
         own, theirs = (x.detach().topk(TOP_K, dim=-1).indices for x in (seen.student, seen.teacher))
@@ -68,7 +68,7 @@ def _buckets(log_probs: Tensor, named: Tensor, present: Tensor) -> Tensor:
 
 
 def divergence(name: str, settings: Settings, payload: str = "full") -> PerAction:
-    """A divergence at every visited state. A name that no textbook has is an objective that claims itself."""
+    """Return a divergence at every visited state. An unknown name is an objective that claims itself."""
     if name not in DIVERGENCES:
         return _itself(OBJECTIVES[name], settings, payload)
     term = DIVERGENCES[name]
@@ -82,7 +82,7 @@ def divergence(name: str, settings: Settings, payload: str = "full") -> PerActio
 
 
 def _itself(objective: Objective, settings: Settings, payload: str) -> PerAction:
-    """For a formula over the sampled token: its mean over the tokens that could have been drawn."""
+    """Return the objective's own value; for a formula over the sampled token, its mean over all tokens."""
 
     def values(seen: View) -> Tensor:
         if objective.sees == "token":
@@ -94,7 +94,7 @@ def _itself(objective: Objective, settings: Settings, payload: str) -> PerAction
 
 
 def whole(objective: Objective, settings: Settings, payload: str) -> PerAction:
-    """A user's formula over the outcomes of a payload, all actions at once."""
+    """Apply a user's formula to the outcomes of a payload, for all actions at once."""
 
     def values(seen: View) -> Tensor:
         if objective.sees == "top_k":
@@ -108,29 +108,30 @@ def whole(objective: Objective, settings: Settings, payload: str) -> PerAction:
     return values
 
 
-# ── targets: over everything that could have been written ────────────────────────────────────────────────────────────
+# ── targets: expectations over all possible sequences ────────────────────────────────────────────────────────────────
 
 
 def probability(seen: View) -> Tensor:
-    """[rows]: how likely each sequence is."""
+    """Return the probability of each sequence, [rows]."""
     return seen.per_row(seen.taken(seen.student)).exp()
 
 
 def drawn(seen: View) -> Tensor:
-    """[rows]: how likely each sequence was when it was drawn, by whoever drew it."""
+    """Return the probability of each sequence under the sampler, [rows]."""
     return seen.per_row(seen.taken(seen.sampler)).exp()
 
 
 def surrogate(seen: View) -> Tensor:
-    """Minus the reward that is expected if one action of a sequence is the student's and the others are those of
-    whoever drew it, summed over the actions, per action. Its gradient is that of the expected reward where both agree.
+    """Return minus the expected reward if one action of a sequence comes from the student and the others from the
+    sampler, summed over the actions, per action. If student and sampler are equal, its gradient is that of the expected
+    reward.
     """
     ratio = (seen.taken(seen.student) - seen.taken(seen.sampler)).exp()
     return -(drawn(seen)[seen.row] * ratio * seen.rewards[seen.row]).sum() / seen.lengths[0]
 
 
 def at_states(values: PerAction) -> Scalar:
-    """The expectation over visited states, held fixed, per action."""
+    """Return the expectation over visited states, which are held fixed, per action."""
 
     def target(seen: View) -> Tensor:
         return (drawn(seen)[seen.row] * values(seen)).sum() / seen.lengths[0]
@@ -139,7 +140,7 @@ def at_states(values: PerAction) -> Scalar:
 
 
 def of_sequences(name: str, settings: Settings) -> Scalar:
-    """The divergence between the distributions of whole sequences, per action."""
+    """Return the divergence between the distributions of whole sequences, per action."""
     term = DIVERGENCES[name]
 
     def target(seen: View) -> Tensor:
@@ -150,7 +151,7 @@ def of_sequences(name: str, settings: Settings) -> Scalar:
 
 
 def through_states(values: PerAction) -> Scalar:
-    """The sum along the student's own sequences, with the gradient through the states that it visits, per action."""
+    """Return the expected sum along the student's sequences, with the gradient through visited states, per action."""
 
     def target(seen: View) -> Tensor:
         return (probability(seen)[seen.row] * values(seen)).sum() / seen.lengths[0]
@@ -159,27 +160,27 @@ def through_states(values: PerAction) -> Scalar:
 
 
 def negative_reward(seen: View) -> Tensor:
-    """Minus the expected reward, per action."""
+    """Return minus the expected reward, per action."""
     return -(probability(seen) * seen.rewards).sum() / seen.lengths[0]
 
 
 def combined(*terms: tuple[float, Scalar]) -> Scalar:
-    """A weighted sum."""
+    """Return a weighted sum of targets."""
     return lambda seen: torch.stack([weight * term(seen) for weight, term in terms]).sum()
 
 
-# ── losses: of the rows that there are ───────────────────────────────────────────────────────────────────────────────
+# ── losses of a batch ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def clipped(logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """PPO with a range of 0.8 to 1.2 and a dual clip of 3: what the schema has by default."""
+    """Return PPO's loss with the defaults of the schema: a range of 0.8 to 1.2 and a dual clip of 3."""
     ratio = (logp - old).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return torch.where(advantage < 0, torch.minimum(loss, -3.0 * advantage), loss)
 
 
 def supervised(objective: Objective, settings: Settings, payload: str) -> PerAction:
-    """The formula, differentiated."""
+    """Return the loss of the differentiated formula."""
     if objective.name in ESTIMATES or objective.sees == "token":
         return lambda seen: _estimate(objective, settings)(seen.taken(seen.student), seen.taken(seen.teacher))
     if objective.name == "forward_kl_topk":
@@ -201,7 +202,7 @@ def _as_verl_has_it(seen: View) -> Tensor:
 
 
 def as_reward(objective: Objective, settings: Settings, discount: int) -> PerAction:
-    """The policy gradient of the formula's negative."""
+    """Return the policy-gradient loss whose advantage is the negative of the formula."""
 
     def losses(seen: View) -> Tensor:
         own = _estimate(objective, settings)(seen.behaviour, seen.taken(seen.teacher)).tolist()
@@ -216,22 +217,22 @@ def as_reward(objective: Objective, settings: Settings, discount: int) -> PerAct
 
 
 def token_mean(losses: PerAction) -> Scalar:
-    """The mean over all actions of all rows."""
+    """Return the mean over all actions of all rows."""
     return lambda seen: losses(seen).sum() / len(seen.ids)
 
 
 def sequence_mean(losses: PerAction) -> Scalar:
-    """The mean over rows of their means."""
+    """Return the mean over rows of the means over their actions."""
     return lambda seen: (seen.per_row(losses(seen)) / seen.lengths.clamp(min=1)).sum() / (seen.lengths > 0).sum()
 
 
 def sequence_sum(longest: int) -> Callable[[PerAction], Scalar]:
-    """The sum over all actions, divided by rows and the longest answer allowed."""
+    """Return the sum over all actions, divided by the number of rows and the maximum answer length."""
     return lambda losses: lambda seen: losses(seen).sum() / ((seen.lengths > 0).sum() * longest)
 
 
 def group_advantages(seen: View, baseline: str, scale: str) -> Tensor:
-    """[actions]: rewards of episodes against their group; an episode has the reward of its last row."""
+    """Return the group-relative advantages [actions]; the reward of an episode is that of its last row."""
     reward_of = {key.episode: float(reward) for key, reward in zip(seen.keys, seen.rewards, strict=True)}
     advantage: dict[object, float] = {}
     everyone = torch.tensor(list(reward_of.values()), dtype=torch.float64)
@@ -252,7 +253,7 @@ def group_advantages(seen: View, baseline: str, scale: str) -> Tensor:
 
 
 def final_reward(seen: View) -> Tensor:
-    """[actions]: the episode's reward at the last action of each of its rows, 0 before."""
+    """Return the episode's reward at the last action of each of its rows, and 0 before, [actions]."""
     reward_of = {key.episode: float(reward) for key, reward in zip(seen.keys, seen.rewards, strict=True)}
     result = torch.zeros_like(seen.behaviour)
     for number, key in enumerate(seen.keys):
@@ -263,7 +264,7 @@ def final_reward(seen: View) -> Tensor:
 
 
 def general_advantages(seen: View, rewards: Tensor, lam: float) -> Tensor:
-    """[actions]: GAE without a discount, from the definition: Σ λ^(u − t) δ_u."""
+    """Return the GAE advantages [actions] without a discount, by definition: Σ λ^(u − t) δ_u."""
     values, rows = seen.values.detach(), seen.row.tolist()
     last = len(rows) - 1
     delta = [
@@ -276,7 +277,7 @@ def general_advantages(seen: View, rewards: Tensor, lam: float) -> Tensor:
 
 
 def white(values: Tensor) -> Tensor:
-    """Mean 0, variance 1."""
+    """Normalise to mean 0 and variance 1."""
     if len(values) < 2:
         return torch.zeros_like(values)
     return (values - values.mean()) / (values.var() + 1e-8).sqrt()

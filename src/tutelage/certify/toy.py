@@ -1,8 +1,8 @@
-"""Models that can be enumerated: five tokens, a recurrent state of four numbers, float64.
+"""Models that are small enough to enumerate: five tokens, a recurrent state of four numbers, float64.
 
-A toy is used twice. Under the learner it stands where a language model stands (`forward_pack`, `head`, `values`), so
-that everything above it is the code that trains. And it computes the same in the plainest way (`plain`: padded, one
-step after the other), which is what the learner's work is held against.
+A toy has two implementations. `forward_pack`, `head` and `values` replace a language model in the learner, so that the
+actual training code runs on it. `plain` computes the same hidden states on padded sequences, step by step, and the
+learner's results are compared with it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from tutelage.models.causal_lm import CausalLM, OutputHead
 from tutelage.models.packing import Pack
 
 VOCABULARY = 5
-"""ids that student and teacher share"""
+"""Number of ids that student and teacher share."""
 PADDING = 2
-"""further rows of the student's head and embedding, as padded vocabularies have them"""
+"""Number of extra rows of the student's head and embedding, as in padded vocabularies."""
 WIDTH = 4
 RARE = 4
-"""an id that the student all but excludes and the teacher likes: where clamps lose their gradient"""
+"""An id with a very low probability for the student and a high one for the teacher, where clamps lose their
+gradient."""
 TEMPERATURE = 0.8
-"""of the student alone: a teacher that took it over would be noticed"""
+"""Temperature of the student only, so that a teacher that uses it is detected."""
 
 
 class Toy(CausalLM):
@@ -49,7 +50,7 @@ class Toy(CausalLM):
             self.value_head = nn.Linear(WIDTH, 1, dtype=torch.float64)
             self.value_head.weight, self.value_head.bias = draw(1, WIDTH), draw(1)
         self.watched: list[tuple[Pack, Tensor]] | None = None
-        """if a list, every pack and its hidden states are written down; they keep their gradients"""
+        """If this is a list, every pack and its hidden states, which retain their gradients, are appended to it."""
 
     def named_parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
         own = [("embedding", self.embedding), ("recurrent", self.recurrent), ("out", self.out)]
@@ -60,7 +61,7 @@ class Toy(CausalLM):
         return [parameter for _, parameter in self.named_parameters()]
 
     def to(self, dtype: torch.dtype) -> Toy:
-        """This toy itself, in another precision."""
+        """Convert this toy to another dtype in place."""
         for parameter in (*self.parameters(), self.head.linear.weight, self.head.linear.bias):
             parameter.data = parameter.data.to(dtype)
         return self
@@ -71,7 +72,7 @@ class Toy(CausalLM):
         return values.squeeze(-1)
 
     def forward_pack(self, packed: Pack) -> Tensor:
-        """Position after position, all segments at once; a segment goes on where its last ancestor ended."""
+        """Compute all segments in parallel, position by position; a segment continues from its last ancestor."""
         parent = torch.arange(-1, len(packed.tokens) - 1)
         for segment in packed.segments:
             parent[segment.start] = packed.segments[segment.ancestors[-1]].end - 1 if segment.ancestors else -1
@@ -91,7 +92,7 @@ class Toy(CausalLM):
         return hidden
 
     def plain(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Hidden states [rows, longest, width] of each sequence by itself."""
+        """Return the hidden states [rows, longest, width] of padded sequences."""
         padded = Ragged.from_rows(list(tokens), dtype=torch.int64).to_padded(0)
         state = self.recurrent.new_zeros(len(padded), WIDTH)
         states = []
@@ -101,18 +102,18 @@ class Toy(CausalLM):
         return torch.stack(states, dim=1) @ self.out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Over the shared ids."""
+        """Return the logits of the shared ids."""
         top = self.head.linear
         return (hidden @ top.weight.T + top.bias)[..., :VOCABULARY]
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """What a teacher's head gives: its own distribution, at its own temperature of 1."""
+        """Return the log-probs at temperature 1, as of a teacher's head."""
         return torch.log_softmax(self.logits(hidden), dim=-1)
 
 
 class Copies(Toy):
-    """As many copies of a toy as a batch has rows, each with weights of its own: one pass of the learner over all rows
-    gives the gradient of every row by itself. Hidden states are the logits (or values) already. Rows are equally long.
+    """One copy of a toy per row of a batch, each with its own weights, so that one pass of the learner gives the
+    gradient of every row separately. Hidden states are already logits (or values). All rows must have the same length.
     """
 
     def __init__(self, toy: Toy, count: int) -> None:
@@ -127,7 +128,7 @@ class Copies(Toy):
         return tuple(zip(("embedding", "recurrent", "out", "head.weight", "head.bias"), self.copies, strict=True))
 
     def gradients(self) -> Tensor:
-        """[rows, parameters], in the order of the toy's own parameters."""
+        """Return the gradients [rows, parameters], in the order of the toy's parameters."""
         slopes = [torch.zeros_like(own) if own.grad is None else own.grad for own in self.copies]
         slopes[3] = slopes[3].transpose(1, 2)
         return torch.cat([slope.flatten(1) for slope in slopes], dim=1)
@@ -156,16 +157,16 @@ def _student() -> Toy:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Who takes part: the student, its teacher, the reference it should stay close to, and a critic."""
+    """The models of a subject: student, teacher, reference and critic."""
 
     student: Toy = field(default_factory=_student)
     teacher: Toy = field(default_factory=lambda: Toy(seed=2))
     reference: Toy = field(default_factory=lambda: Toy(seed=3))
     critic: Toy = field(default_factory=lambda: Toy(seed=4, value=True))
     before: Toy | None = None
-    """the student with the weights of before a batch's first update, if it has moved since"""
+    """The student before the first update of a batch, if it has changed since."""
     sampler: Toy | None = None
-    """who drew the actions, if it computes something else than the student of before"""
+    """The model that sampled the actions, if it differs from the student before the updates."""
 
     @property
     def old(self) -> Toy:
@@ -182,7 +183,7 @@ class Cast:
 
 
 def earlier(seed: int, apart: float) -> Toy:
-    """The default student with every weight a little off: after the same tokens it likes others."""
+    """Return the default student with a small random change to every weight."""
     toy, generator = _student(), torch.Generator().manual_seed(seed)
     for parameter in toy.parameters():
         parameter.data.add_(apart * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))

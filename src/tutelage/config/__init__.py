@@ -1,4 +1,4 @@
-"""Settings of a run: the schema with its defaults, recipes that fill it in, and the tables that all rooms read.
+"""Settings of a run: the schema with its defaults, the recipe loader, and tables that the other packages share.
 
-Nothing is imported here: the processes of rewards load plugins, and must start fast.
+This module imports nothing, because reward processes load plugins and must start fast.
 """

@@ -20,73 +20,80 @@ _clipped = ReadWhen({"algorithm": _clips})
 
 
 class Learning(Section):
-    """What algorithms of all modalities have."""
+    """Settings shared by the algorithms of all modalities."""
 
     name: str
-    """Of the algorithm."""
+    """Name of the algorithm."""
     epochs: int = Field(1, ge=1)
-    """Times that a batch is learned from."""
+    """Number of passes over each batch."""
     minibatches: int = Field(1, ge=1)
-    """Updates per epoch: the batch is cut into so many parts, episodes whole."""
+    """Updates per epoch: each batch is split into this many parts, and episodes are never split."""
 
 
 class Policy(Learning):
-    """How an advantage becomes a loss: common to all policy gradients."""
+    """Settings shared by all policy gradients: how an advantage becomes a loss."""
 
     clip_low: Annotated[float, _clipped] = Field(0.2, gt=0, lt=1)
-    """The probability ratio is followed down to 1 − clip_low."""
+    """Lower clipping range: the probability ratio is clipped below 1 − clip_low."""
     clip_high: Annotated[float, _clipped] = Field(0.2, gt=0)
-    """… and up to 1 + clip_high; above clip_low it leaves room for rare tokens to grow."""
+    """Upper clipping range: the probability ratio is clipped above 1 + clip_high. A value above clip_low lets unlikely
+    tokens become more likely."""
     dual_clip: Annotated[float | None, _clipped] = Field(3.0, gt=1)
-    """Bound of the loss at negative advantages; null is none."""
+    """Dual clip: upper bound on the probability ratio at negative advantages; null disables it."""
     aggregation: Annotated[Literal["token_mean", "sequence_mean", "sequence_sum"], _clipped] = "token_mean"
-    """Mean over all tokens, mean over answers of their means, or sums over answers divided by rollout.max_tokens."""
+    """How token losses are reduced: the mean over all tokens, the mean over answers of their token means, or the mean
+    over answers of their token sums divided by rollout.max_tokens."""
     importance: Annotated[Literal["off", "truncate", "mask"], _clipped] = "off"
-    """Correct for the gap between the sampler's and the learner's log-probs: cap the ratio, or drop the token."""
+    """Correction for the gap between the log-probs of the engine and of the learner: `truncate` caps the importance
+    ratio, `mask` drops the token."""
     importance_cap: Annotated[float, ReadWhen({"algorithm.importance": ("truncate", "mask")})] = Field(2.0, gt=1)
-    """Largest ratio between learner and sampler (mask: and its inverse the smallest)."""
+    """Largest importance ratio between learner and engine; with `mask`, its inverse is the smallest."""
     epochs: Annotated[int, _clipped] = Field(1, ge=1)
-    """Times that a batch is learned from; supervised distillation learns from it once."""
+    """Number of passes over each batch; supervised distillation always makes one."""
     minibatches: Annotated[int, _clipped] = Field(1, ge=1)
-    """Updates per epoch: the batch is cut into so many parts, episodes whole; supervised distillation makes one."""
+    """Updates per epoch: each batch is split into this many parts, and episodes are never split. Supervised
+    distillation always makes one update."""
 
     @property
     def bucketed(self) -> bool:
-        """Teachers are asked for some log-probs of every token."""
+        """Whether teachers return the log-probs of k tokens at every position."""
         return False
 
 
 class Distill(Policy):
     name: Literal["distill"] = "distill"
-    """On-policy distillation: teachers judge every token that the student wrote."""
+    """On-policy distillation: teachers score every token that the student generates."""
     objective: str = "reverse_kl"
-    """Divergence to descend (q student, p teacher): reverse_kl is KL(q‖p), forward_kl KL(p‖q), jsd lies between,
-    skewed_kl is KL(p‖αp+(1−α)q); k1, k2, k3, abs, mse, low_var_kl look at the sampled token alone; forward_kl_topk is
-    verl's; or the name of a plugin's."""
+    """Divergence to minimise, with student q and teacher p: reverse_kl is KL(q‖p), forward_kl is KL(p‖q), jsd
+    interpolates between the two, skewed_kl is KL(p‖αp+(1−α)q). k1, k2, k3, abs, mse and low_var_kl use only the sampled
+    token. forward_kl_topk is verl's. Plugins can register others."""
     payload: Literal["auto", "full", "top_k", "student_top_k", "union", "sampled"] = "auto"
-    """What teachers send: the full distribution (exact); their top k, the student's or both, with a bucket for the
-    rest; the sampled token."""
+    """What teachers send: the full distribution (exact); the log-probs of the teacher's top k tokens, the student's or
+    both, with one bucket for all other tokens; or the log-prob of the sampled token. auto picks one for the
+    objective."""
     top_k: Annotated[int, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(32, ge=1)
-    """Tokens of a top-k payload."""
+    """Number of tokens in a top-k payload."""
     beta: Annotated[float, ReadWhen({"algorithm.objective": ("jsd",)})] = Field(0.5, gt=0, lt=1)
-    """Weight of the teacher in the mixture of jsd."""
+    """Weight of the teacher in the mixture distribution of jsd."""
     alpha: Annotated[float, ReadWhen({"algorithm.objective": ("skewed_kl",)})] = Field(0.1, gt=0, lt=1)
-    """Weight of the teacher in the mixture of skewed_kl."""
+    """Weight of the teacher in the mixture distribution of skewed_kl."""
     log_prob_floor: float = Field(-1000.0, lt=0)
-    """Teacher log-probs are not taken below this, as those of tokens it excludes are −inf; where it applies is counted
-    as `floored`. A higher floor weighs such tokens less, and takes log-probs for larger than they are."""
+    """Lower bound on teacher log-probs, which are −inf for tokens that the teacher excludes; the metric `floored`
+    counts where it applies. A higher floor gives such tokens less weight, at the cost of bias."""
     form: Literal["supervised", "policy_gradient"] = "supervised"
-    """supervised differentiates the divergence; policy_gradient makes its negative the sampled token's advantage."""
+    """supervised differentiates the divergence; policy_gradient uses its negative as the sampled token's advantage."""
     discount: Annotated[Literal[0, 1], _policy_gradient] = 0
-    """0: a token's advantage is its own divergence; 1: that of all tokens from it on (the target is the sequence)."""
+    """0: the advantage of a token comes from its own divergence; 1: from the sum over it and all later tokens, which
+    targets the divergence of the whole sequence."""
     normalise: Annotated[bool, _policy_gradient] = False
-    """Bring the advantages of distillation to mean 0 and spread 1 over the batch, apart from those of task rewards."""
+    """Normalise the distillation advantages to mean 0 and standard deviation 1 over the batch, separately from those
+    of task rewards."""
     task_weight: Annotated[float, ReadWhen({"rewards": bool})] = Field(0.0, ge=0)
-    """Weight of the task rewards' policy gradient beside distillation."""
+    """Weight of the policy gradient of task rewards, which is added to the distillation loss."""
     baseline: Annotated[Literal["mean", "leave_one_out", "none"], ReadWhen({"rewards": bool})] = "mean"
-    """What a task reward is compared with: its group's mean, the mean of the others, nothing."""
+    """What is subtracted from a task reward: the mean of its group, the mean of the others in its group, or nothing."""
     scale: Annotated[Literal["group_std", "batch_std", "none"], ReadWhen({"rewards": bool})] = "group_std"
-    """What advantages of task rewards are divided by."""
+    """What the advantages of task rewards are divided by."""
 
     @property
     def bucketed(self) -> bool:
@@ -105,7 +112,7 @@ class Distill(Policy):
                 "use form: policy_gradient, or k2, or reverse_kl"
             )
         if self.objective not in OBJECTIVES:
-            return self  # a plugin's: checked when it is loaded
+            return self  # an objective of a plugin, which is checked when the plugin is loaded
         sees = OBJECTIVES[self.objective].sees
         sampled, fits = sees == "token", self.payload in ("auto", *SERVES[sees])
         if not sampled and self.form == "policy_gradient":
@@ -123,32 +130,33 @@ class Distill(Policy):
 
 
 class Reinforcement(Policy):
-    """Common to the algorithms that learn from rewards alone."""
+    """Settings shared by the algorithms that learn only from rewards."""
 
     entropy: float = Field(0.0, ge=0)
     """Coefficient of the entropy bonus."""
     kl: float = Field(0.0, ge=0)
     """Coefficient of the KL to the reference: the student as it was before training."""
     kl_in: Annotated[Literal["loss", "reward"], ReadWhen({"algorithm.kl": bool})] = "loss"
-    """Where the KL counts: as a term of the loss, or taken off the reward of every token (ppo, reinforce_plus_plus)."""
+    """Where the KL is applied: as a term of the loss, or subtracted from the reward of every token (ppo and
+    reinforce_plus_plus only)."""
     kl_estimator: Annotated[
         Literal["k2", "k3", "k3_straight_through"], ReadWhen({"algorithm.kl": bool, "algorithm.kl_in": ("loss",)})
     ] = "k3_straight_through"
-    """Estimate in the loss: k2 and k3_straight_through have the gradient of KL(student‖reference), k3 that of the other
-    direction."""
+    """KL estimator in the loss: k2 and k3_straight_through have the gradient of KL(student‖reference), k3 has that of
+    KL(reference‖student)."""
     reference_pool: Annotated[str | None, ReadWhen({"runtime": ("ray",), "algorithm.kl": bool})] = None
-    """Pool of the reference, one engine per replica; null is beside the student's engines, in engine.pool."""
+    """Pool of the reference model, with one engine per replica; null places it next to the student in engine.pool."""
 
 
 class Grpo(Reinforcement):
     name: Literal["grpo"]
     """Group-relative policy optimisation."""
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """What a reward is compared with: its group's mean, the mean of the others, nothing."""
+    """What is subtracted from a reward: the mean of its group, the mean of the others in its group, or nothing."""
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
-    """What advantages are divided by; none is Dr. GRPO (with aggregation: sequence_sum)."""
+    """What advantages are divided by; none with aggregation: sequence_sum is Dr. GRPO."""
     resample: int = Field(0, ge=0)
-    """Groups whose rewards are all equal teach nothing: draw so many further groups at most in their place."""
+    """Maximum number of extra groups per step that replace groups whose rewards are all equal."""
 
     @model_validator(mode="after")
     def _kl(self) -> Grpo:
@@ -163,24 +171,24 @@ class Ppo(Reinforcement):
     discount: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """From 0 (the critic's word) to 1 (returns as they were)."""
+    """Lambda of generalised advantage estimation: 0 relies on the critic, 1 on the observed returns."""
     value_clip: float | None = Field(0.2, gt=0)
-    """The critic's loss does not reward moving a value further than this in one batch; null is no clip."""
+    """Clipping range of the critic's loss: how far a value may move within one batch; null disables clipping."""
     critic_lr: float = Field(1e-4, gt=0)
     """Learning rate of the critic."""
     critic_warmup: int = Field(0, ge=0)
-    """Steps in which only the critic learns."""
+    """Number of initial steps in which only the critic is trained."""
 
 
 class ReinforcePlusPlus(Reinforcement):
     name: Literal["reinforce_plus_plus"]
-    """Returns whitened over the batch, no critic."""
+    """REINFORCE++: returns normalised over the batch, without a critic."""
     discount: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
 
 
 def _which(value: Any) -> str:
-    """An algorithm that gives no name is distillation."""
+    """Return the name of the algorithm; distill if the section gives none."""
     name = value.get("name", "distill") if isinstance(value, dict) else value.name
     return name if isinstance(name, str) else "distill"
 

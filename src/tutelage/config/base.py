@@ -1,4 +1,4 @@
-"""What every section of the settings is, and how a setting says that only some runs read it."""
+"""The base class of all sections, and the markers that say when a setting is read or shown."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ReadWhen(dict[str, tuple[Any, ...] | Callable[[Any], bool]]):
-    """Marks a field, or a whole section, that is read only when other keys (dotted, from the root) say so.
+    """Mark a field or section that is read only if other settings have certain values.
 
-    Each key comes with the values it may have, or with a test: `ReadWhen({"data.validation": bool})` is read when
-    there is such a file. A section's value is the section; `teachers` is a dict; "" is the whole config. All keys must
-    agree.
+    Keys are dotted paths from the root. Each maps to a tuple of allowed values or to a predicate:
+    `ReadWhen({"data.validation": bool})` is read if data.validation is set. The value of a section is the section
+    itself, `teachers` is a dict, and "" is the whole config. All conditions must hold.
     """
 
 
 class Rare:
-    """Marks a field that `config show` lists only where it is set: its default says the same of many sections."""
+    """Mark a field that `config show` lists only if it is set, because its default would repeat in many sections."""
 
 
 ON_RAY = ReadWhen({"runtime": ("ray",)})
 
 
 class Section(BaseModel):
-    """Base of all settings: frozen, no unknown keys, finite numbers, docstrings under fields are their descriptions."""
+    """Base of all sections: frozen, without unknown keys, with finite numbers only. The docstring under a field is its
+    description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)

@@ -1,4 +1,4 @@
-"""Settings of runs whose student paints: images and video. Sections extend those that all modalities share."""
+"""Settings of runs that train diffusion models (images and video). Sections extend those shared by all modalities."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tutelage.config.schema import (
 )
 
 DRIFT = 1e-5
-"""A log-prob of the same step, computed in another micro-batch, differs by up to so much (float32)."""
+"""Largest difference between log-probs of the same step computed in different micro-batches, in float32."""
 
 
 class DiffusionStudentSettings(ModelSettings):
     path: str
     """Directory of a diffusers pipeline (Stable Diffusion 3, Qwen-Image, FLUX, Wan), or `toy:digits`, `toy:shapes`."""
     lora: LoraSettings | None = None
-    """Train a low-rank adapter instead of all weights of the transformer; the reference then costs no memory."""
+    """Train a low-rank adapter instead of all weights of the transformer; the reference then needs no extra memory."""
 
 
 class DiffusionScorerSettings(Section):
@@ -54,39 +54,40 @@ class DiffusionEngineSettings(EngineSettings):
 
 class DiffusionTeacherSettings(TeacherSettings):
     guidance: float = Field(1.0, ge=1)
-    """Classifier-free guidance of the teacher's own predictions; never copied from the student."""
+    """Classifier-free guidance scale of the teacher's predictions; independent of the student's."""
     batch_steps: int = Field(64, ge=1)
-    """Denoising steps that one scoring batch holds at most."""
+    """Maximum number of denoising steps in one scoring batch."""
     engine: DiffusionScorerSettings = DiffusionScorerSettings()
     """The engine of its replicas."""
 
 
 class DiffusionRolloutSettings(RolloutSettings):
     agent_loop: str = "diffusion"
-    """Loop of rows that name none of their own."""
+    """Agent loop for rows that do not name one."""
     height: int = Field(512, ge=1)
-    """Pixels."""
+    """Height in pixels."""
     width: int = Field(512, ge=1)
-    """Pixels."""
+    """Width in pixels."""
     frames: int = Field(1, ge=1)
-    """More than 1 is a video."""
+    """Number of frames; more than 1 generates a video."""
     steps: int = Field(10, ge=2)
-    """Denoising steps."""
+    """Number of denoising steps."""
     guidance: float = Field(1.0, ge=1)
-    """Classifier-free guidance, while the student acts and while it learns; 1 is none."""
+    """Classifier-free guidance scale in rollout and training; 1 disables guidance."""
     negative_prompt: Annotated[str, ReadWhen({"rollout.guidance": lambda guidance: guidance > 1})] = ""
-    """What guidance leads away from, for rows without a column negative_prompt."""
+    """Negative prompt of classifier-free guidance, for rows without a negative_prompt column."""
     sampler: Annotated[Literal["sde", "cps"], ReadWhen({"algorithm.name": ("flow_grpo", "distill")})] = "sde"
-    """How trained steps are drawn: with the marginals of the deterministic sampler (sde), or with noise put back in
-    (cps)."""
+    """Sampler of the trained steps: sde keeps the marginals of the deterministic sampler; cps (coefficients-preserving
+    sampling) adds back exactly the noise that a step removes."""
     noise_level: float = Field(0.7, ge=0)
-    """Of trained steps: 0 or more for sde, 0 to 1 for cps. Evaluation always has 0."""
+    """Noise level of the trained steps: 0 or more for sde, 0 to 1 for cps. Evaluation always uses 0."""
     window: Annotated[int, ReadWhen({"algorithm.name": ("flow_grpo", "distill")})] = Field(0, ge=0)
-    """Neighbouring steps that are random and trained, drawn once per training step for all; 0 is all but the last."""
+    """Number of consecutive denoising steps that are stochastic and trained; their position is drawn once per training
+    step for all samples. 0 trains all steps but the last."""
     window_range: Annotated[tuple[int, int] | None, ReadWhen({"rollout.window": bool})] = None
-    """First step, and the one after the last, between which the window is drawn; null is all but the last."""
+    """Half-open range of steps [first, end) in which the window is drawn; null allows all steps but the last."""
     latents: str = "float32"
-    """Dtype in which latents are kept between the steps and for the learner."""
+    """Dtype of latents between denoising steps and in the queue."""
 
     @field_validator("latents")
     @classmethod
@@ -114,50 +115,51 @@ class DiffusionRolloutSettings(RolloutSettings):
 
     @property
     def trained(self) -> int:
-        """Steps of one medium that are learned from."""
+        """The number of denoising steps per sample that are trained."""
         return self.window or self.steps - 1
 
 
 class DiffusionValidationSettings(ValidationSettings):
-    """As the rollout's, at noise level 0, but for what is said here."""
+    """Settings of evaluation; all others are those of the rollout, at noise level 0."""
 
     samples: int = Field(1, ge=1)
-    """Media per held-out prompt."""
+    """Number of images or videos per held-out prompt."""
     steps: int | None = Field(None, ge=1)
-    """Denoising steps; null is rollout.steps."""
+    """Number of denoising steps; null uses rollout.steps."""
     guidance: float | None = Field(None, ge=1)
-    """Classifier-free guidance; null is rollout.guidance."""
+    """Classifier-free guidance scale; null uses rollout.guidance."""
 
 
 class DiffusionOptimizerSettings(OptimizerSettings):
     micro_batch_steps: int = Field(128, ge=1)
-    """Denoising steps of one forward and backward pass. Does not change the gradient."""
+    """Number of denoising steps in one forward and backward pass. Does not change the gradient."""
     ema: float = Field(0.0, ge=0, lt=1)
-    """Decay of the running mean of the weights that evaluation and export use; 0 is the weights themselves."""
+    """Decay of the exponential moving average of the weights, which evaluation and export use; 0 disables it."""
 
 
 class Compared(Learning):
-    """Rewards compared within the group of a prompt."""
+    """Settings shared by the algorithms that compare rewards within the group of a prompt."""
 
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """What a reward is compared with: its group's mean, the mean of the others, nothing."""
+    """What is subtracted from a reward: the mean of its group, the mean of the others in its group, or nothing."""
     scale: Literal["group_std", "batch_std", "none"] = "group_std"
     """What advantages are divided by."""
     advantage_clip: float = Field(5.0, gt=0)
-    """Advantages are not taken beyond this; where it applies is counted."""
+    """Advantages are clipped to ± this value, and the run counts how often."""
 
 
 class FlowGrpo(Compared):
     name: Literal["flow_grpo"]
-    """Denoising steps as actions of a policy, with rewards of the finished media."""
+    """Policy gradient whose actions are denoising steps, with rewards of the finished images or videos."""
     clip: float = Field(1e-3, gt=0, lt=1)
-    """The probability ratio of a step is followed within 1 ± clip. Log-probs are means over the latents' dimensions, so
-    what fits shrinks as latents grow: 3e-3 at 64 dimensions, 1e-4 at 65,536."""
+    """The probability ratio of a step is clipped to 1 ± clip. Log-probs are means over the dimensions of the latents,
+    so larger latents need a smaller clip: 3e-3 at 64 dimensions, 1e-4 at 65,536."""
     guard: bool = False
-    """GRPO-Guard: log-ratios centred and of one size at all steps, so that the clip bites on both sides alike."""
+    """GRPO-Guard: normalise the log-ratios to be centred and of equal scale at all denoising steps, so that clipping is
+    symmetric."""
     kl: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the reference: the student with its adapter switched off or, if all its weights learn, a
-    copy of it from before training. For sde, the published `beta` times |dt| of a step (docs/diffusion.md)."""
+    """Coefficient of the KL to the reference: the student without its adapter or, without LoRA, a copy of the student
+    from before training. For sde, this is the published `beta` times |dt| of a step (docs/diffusion.md)."""
 
     @field_validator("clip")
     @classmethod
@@ -172,18 +174,18 @@ class FlowGrpo(Compared):
 
 class DiffusionNft(Compared):
     name: Literal["diffusion_nft"]
-    """Flow matching on the student's own media, towards those with good rewards and away from the bad ones."""
+    """Flow matching on the student's own samples, towards those with high rewards and away from those with low ones."""
     beta: float = Field(1.0, gt=0)
-    """How far the two implied policies lie from the one that painted."""
+    """Distance of the two implied policies, positive and negative, from the policy that generated the samples."""
     times: int = Field(4, ge=1)
-    """Noise levels at which each medium is learned from, drawn anew."""
+    """Number of randomly drawn noise levels at which each sample is trained."""
     kl: float = Field(0.0, ge=0)
     """Coefficient of the squared distance to the reference's velocity."""
 
 
 class FlowDistill(Learning):
     name: Literal["distill"]
-    """Per-step mean matching: the teacher says where it would have gone from each of the student's own latents."""
+    """On-policy distillation: match the teacher's step mean at each of the student's own latents."""
 
 
 def _which(value: Any) -> str:
@@ -192,20 +194,20 @@ def _which(value: Any) -> str:
 
 
 class DiffusionConfig(RunConfig):
-    """A run whose student paints."""
+    """Settings of a run that trains a diffusion model."""
 
     modality: Literal["diffusion"] = "diffusion"
-    """What the student makes."""
+    """Modality of the run: images and video."""
     student: DiffusionStudentSettings
-    """The model that learns."""
+    """The model to train."""
     teachers: Annotated[Mapping[str, DiffusionTeacherSettings], ReadWhen({"algorithm.name": ("distill",)})] = Field(
         default_factory=dict
     )
-    """Resident teachers by name."""
+    """Teachers by name; they stay loaded during the whole run."""
     rollout: DiffusionRolloutSettings = DiffusionRolloutSettings()
-    """How the student acts while it learns."""
+    """Sampling during training."""
     validation: DiffusionValidationSettings = DiffusionValidationSettings()
-    """How the student is evaluated."""
+    """Evaluation on held-out prompts."""
     engine: DiffusionEngineSettings = DiffusionEngineSettings()
     """The engine that generates."""
     algorithm: Annotated[
@@ -214,9 +216,9 @@ class DiffusionConfig(RunConfig):
         | Annotated[FlowDistill, Tag("distill")],
         Discriminator(_which),
     ]
-    """What is learned from the episodes."""
+    """The training algorithm."""
     optimizer: DiffusionOptimizerSettings = DiffusionOptimizerSettings()
-    """How the weights are changed."""
+    """The optimizer and its learning-rate schedule."""
 
     @model_validator(mode="after")
     def _fits(self) -> DiffusionConfig:

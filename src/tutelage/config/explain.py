@@ -1,5 +1,4 @@
-"""What is wrong with a configuration, in plain words: the key, where it was set, what was expected, what may have been
-meant."""
+"""Turn pydantic's validation errors into messages with the key, where it was set, what is expected and a suggestion."""
 
 from __future__ import annotations
 
@@ -15,19 +14,19 @@ from tutelage.config.tree import Branch, KeyPath, Leaf, Mistake, inline_yaml
 
 
 def description(info: FieldInfo) -> str:
-    """The sentence below a field of the schema, on one line."""
+    """Return the docstring of a field of the schema on one line."""
     return " ".join((info.description or "").split())
 
 
 def sections(annotation: Any) -> list[type[Section]]:
-    """The sections that a type is made of: [Lora] for `Lora | None`, [Teacher] for `dict[str, Teacher]`."""
+    """Return the sections within a type: [Lora] for `Lora | None`, [Teacher] for `dict[str, Teacher]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for argument in get_args(annotation) for section in sections(argument)]
 
 
 def type_at(path: KeyPath, root: type[RunConfig]) -> Any:
-    """The type that the schema gives to a key; None for an unknown key."""
+    """Return the type of a key in the schema, or None if the key is unknown."""
     annotation: Any = root
     for name in path:
         if get_origin(annotation) in (dict, Mapping):
@@ -64,7 +63,7 @@ _PLAIN_WORDS = {
 
 
 def explain(detail: Mapping[str, Any], tree: Branch, root: type[RunConfig]) -> Mistake:
-    """One of pydantic's complaints in plain words, with key and origin."""
+    """Convert one of pydantic's errors to a mistake with a key, an origin and a readable message."""
     location, chosen, algorithms = detail["loc"], "", _algorithms(root)
     if len(location) > 1 and location[0] == "algorithm" and location[1] in algorithms:
         location, chosen = (location[0], *location[2:]), location[1]  # pydantic names the branch of the union too
@@ -94,7 +93,7 @@ def explain(detail: Mapping[str, Any], tree: Branch, root: type[RunConfig]) -> M
 
 
 def _algorithms(root: type[RunConfig]) -> list[str]:
-    """Names of those that a run of this modality may choose."""
+    """Return the names of the algorithms of this modality."""
     chosen = sections(root.model_fields["algorithm"].annotation)
     return [get_args(section.model_fields["name"].annotation)[0] for section in chosen]
 
@@ -107,13 +106,13 @@ def _brief(value: Any) -> str:
 
 
 def _about(path: KeyPath, root: type[RunConfig]) -> str:
-    """What the schema says about a key, after a colon."""
+    """Return the description of a key, preceded by a colon."""
     said = [description(section.model_fields[path[-1]]) for section in sections(type_at(path[:-1], root))]
     return "".join(f": {sentence}" for sentence in said if sentence)
 
 
 def _nearest_origin(tree: Branch, path: KeyPath) -> str:
-    """Where a key was set, or the section around it, or at least the recipe."""
+    """Return where a key was set or, if it was not, the origin of the innermost section around it."""
     here: Branch | Leaf = tree
     for name in path:
         if isinstance(here, Leaf) or name not in here.children:
@@ -123,7 +122,7 @@ def _nearest_origin(tree: Branch, path: KeyPath) -> str:
 
 
 def _known(section: type[Section], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key of the schema; NAME stands for the name of a teacher."""
+    """Yield every key of the schema; NAME stands for a name that users choose, such as that of a teacher."""
     for name, info in section.model_fields.items():
         path = (*prefix, name)
         yield path
@@ -133,7 +132,7 @@ def _known(section: type[Section], prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _suggestion(path: KeyPath, root: type[RunConfig]) -> str:
-    """The keys that an unknown one may have been meant to be: alike in its own section, or of that name elsewhere."""
+    """Suggest keys for an unknown one: similar keys in its section, or keys of the same name in other sections."""
     section, name = path[:-1], path[-1]
     siblings = [key for owner in sections(type_at(section, root)) for key in owner.model_fields]
     near = [".".join((*section, key)) for key in difflib.get_close_matches(name, siblings, n=1)]

@@ -1,13 +1,13 @@
-"""Recipes become a checked `Config`, and every value remembers where it came from.
+"""Load recipes into a validated `Config` and record where every value came from.
 
-A recipe is a YAML file. `extends:` names one or several others, relative to the file: they are read first, later ones
-win over earlier ones and the file wins over all. Mappings merge key by key; lists and scalars replace. Overrides
-`a.b=c` from the command line win over files. `null` in place of a whole section takes back what was said about it so
-far: an optional section (`student.lora`) is then off, any other has its defaults, a teacher is gone.
+A recipe is a YAML file. `extends:` names one or more other recipes, relative to the file. Later ones take precedence
+over earlier ones, and the file itself over all of them. Mappings merge key by key; lists and scalars replace. Overrides
+`a.b=c` from the command line take precedence over files. Setting a whole section to `null` discards its previous
+values: an optional section (`student.lora`) is turned off, a teacher is removed, any other section gets its defaults.
 
-Relative paths (`data.train`, `data.validation`, `plugins`, and the `path` of a model where it is a directory) are
-looked for beside the recipe that set them. If nothing is there they stay as they are, relative to the working
-directory, as do paths on the command line and those of a file that `dump` wrote.
+Relative paths (`data.train`, `data.validation`, `plugins`, and the `path` of a model if it is a directory) are resolved
+against the directory of the recipe that sets them, if they exist there. Otherwise they are relative to the working
+directory, as are paths on the command line and in a file written by `dump`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tutelage.errors import UserError
 
 
 class ConfigError(UserError, ValueError):
-    """Everything that is wrong with a configuration, at once."""
+    """All mistakes in a configuration."""
 
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
         self.mistakes = tuple(dict.fromkeys(mistakes))
@@ -53,16 +53,19 @@ class ConfigError(UserError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checked configuration and where its values came from."""
+    """A validated configuration and the origins of its values."""
 
     config: RunConfig
-    """a `Config` (text) or a `DiffusionConfig`"""
+    """A `Config` (text) or a `DiffusionConfig`."""
     origins: dict[str, str]
-    """dotted key of every value -> `recipes/a.yaml:12`, `command line` or `default`"""
+    """The origin of every value by its dotted key: `recipes/a.yaml:12`, `command line` or `default`."""
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe and those it extends, apply overrides, check everything. Raises ConfigError with all mistakes."""
+    """Read a recipe and those it extends, apply the overrides and validate the result.
+
+    Raises ConfigError with all mistakes.
+    """
     mistakes: list[Mistake] = []
     tree = read_recipe(Path(recipe), (), mistakes)
     changes = [read_override(override, mistakes) for override in overrides]
@@ -81,12 +84,13 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML: `load` reads it back to an equal one, wherever the file lies."""
+    """Return the whole configuration as YAML. `load` reads it back to an equal one from any directory."""
     return RESOLVED_HEADER + to_yaml(config.model_dump(), flow=False)
 
 
 def leaves(section: Section, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, tuple[FieldInfo, ...]]]:
-    """Every value with its key and the fields on the way to it, in schema order. An absent section is one value."""
+    """Yield the key of every value, the value, and the fields on the path to it, in schema order. A section that is
+    None counts as a value."""
     for name, info in type(section).model_fields.items():
         value = section.__dict__[name]
         inner = value.items() if isinstance(value, dict) else [(None, value)]
@@ -99,13 +103,14 @@ def leaves(section: Section, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, An
 
 
 def root_of(tree: Branch) -> type[RunConfig]:
-    """The settings that a run of this modality has."""
+    """Return the schema for the modality that the recipe names."""
     said = tree.children.get("modality")
     return DiffusionConfig if isinstance(said, Leaf) and said.value == "diffusion" else Config
 
 
 def _plain(tree: Branch, path: KeyPath, root: type[RunConfig]) -> dict[str, Any]:
-    """What pydantic checks: values without origins, paths found, sections that were taken back left out."""
+    """Return the tree as input for pydantic: values without origins, with resolved paths and without sections that are
+    null."""
     plain: dict[str, Any] = {}
     for name, child in tree.children.items():
         below = (*path, name)
@@ -122,7 +127,7 @@ def _is_required_section(path: KeyPath, root: type[RunConfig]) -> bool:
 
 
 def _located(leaf: Leaf, path: KeyPath) -> Any:
-    """The leaf's value; a path that exists beside the recipe is made to point there."""
+    """Return the value of a leaf; a path that exists relative to the recipe is resolved against it."""
     folder = leaf.folder
     if folder is None or not leaf.value:
         return leaf.value

@@ -1,5 +1,7 @@
-"""The table of metrics: order, label, direction, unit. Report, terminal, evaluation, trackers and `checkpoint.best` all
-read it, so a new main metric is one line in `MEASURES` beside the code that computes it.
+"""The table of metrics with their order, label, direction and unit.
+
+The report, the terminal, evaluation, trackers and `checkpoint.best` read it. To add a main metric, compute it and add
+one line to `MEASURES`.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ Better = Literal["lower", "higher", "neither"]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What is known of one metric."""
+    """A metric and how to show it."""
 
     label: str
     better: Better = "neither"
     unit: str = ""
     change: Literal["percent", "points", "difference"] = "difference"
-    """how a change is shown; points: the metric is a share, shown in percent"""
+    """How a change is shown. `points` is for a fraction, which is shown in percent."""
     held_out: Literal["teachers", "rewards", "text", ""] = ""
-    """evaluations have it where the recipe has teachers (and trains on text) or rewards, or trains on text; "" is where
-    a reward or plugin brings it"""
+    """Which evaluations compute it: those of text runs with teachers, of runs with rewards, or of text runs; "" if a
+    reward or plugin provides it."""
 
 
 MEASURES: Mapping[str, Measure] = {
@@ -45,30 +47,31 @@ MEASURES: Mapping[str, Measure] = {
     "tokens_per_second": Measure("Throughput", unit="tokens/s"),
     "pictures_per_second": Measure("Throughput", unit="pictures/s"),
 }
-"""The main metrics, in the order in which they are shown. Any other name is shown too, after these, as a plain number;
-rewards of a recipe's own: see `held_out`."""
+"""The main metrics, in the order in which they are shown. Other metrics follow as plain numbers. For the rewards of a
+recipe see `held_out`."""
 
 
 def measure(name: str) -> Measure:
-    """What is known of the metric of that name."""
+    """Return the entry of a metric, or a default one if the table has none."""
     return MEASURES.get(name, Measure(name))
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Main metrics first, the others by name."""
+    """Sort metric names: main metrics first, then the others by name."""
     known = list(MEASURES)
     return sorted(set(names), key=lambda name: (known.index(name) if name in MEASURES else len(known), name))
 
 
 def reward_measure(name: str, weight: float) -> str:
-    """The name under which one of several rewards is measured: `reward_NAME`, or NAME if it is not trained on."""
+    """Return the metric name of one of several rewards: `reward_NAME`, or NAME if its weight is 0."""
     return f"reward_{name}" if weight else name
 
 
 def held_out(config: RunConfig) -> dict[str, Better]:
-    """The measures of this recipe's evaluations, and which way each is better.
+    """Return the metrics of this recipe's evaluations and the better direction of each.
 
-    More of a reward is better, also of one with weight 0, which only measures; less of one with a negative weight.
+    A higher reward is better, including one of weight 0, which is only measured. For a negative weight, lower is
+    better.
     """
     text, rewards = config.modality == "text", config.rewards
     found: dict[str, Better] = _evaluated("teachers") if text and config.teachers else {}
@@ -85,7 +88,7 @@ def _evaluated(where: str) -> dict[str, Better]:
 
 
 def best_measure(config: RunConfig) -> str | None:
-    """The measure that marks the best checkpoint; None if evaluations have none."""
+    """Return the metric that decides the best checkpoint, or None if evaluations have none."""
     if config.checkpoint.best is not None:
         return config.checkpoint.best
     found = held_out(config)
@@ -94,7 +97,7 @@ def best_measure(config: RunConfig) -> str | None:
 
 
 def best_mistake(config: RunConfig) -> str | None:
-    """What is wrong with `checkpoint.best`."""
+    """Return what is wrong with `checkpoint.best`, or None."""
     name, found = config.checkpoint.best, held_out(config)
     if name is None or found.get(name, "neither") != "neither":
         return None

@@ -1,6 +1,7 @@
-"""The tables of objectives and payloads: what each looks at, what teachers are asked for, which columns arrive.
+"""The tables of objectives and payloads: what each uses, what teachers are asked for, and the resulting columns.
 
-Schema, algorithms, teachers, plan and certify all read these. Formulas and claims: `algorithms.objectives`.
+The schema, algorithms, teachers, plan and certify read these tables. `algorithms.objectives` has the formulas and
+claims.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ PayloadName = Literal["none", "sampled", "top_k", "student_top_k", "union", "ful
 
 @dataclass(frozen=True, slots=True)
 class KnownObjective:
-    """An objective that comes with the package."""
+    """A built-in objective."""
 
     sees: Sees
-    """distribution: log-probs of all outcomes; token: of the sampled token; top_k: of the teacher's k tokens alone"""
+    """Which log-probs it uses: `distribution`, those of all tokens; `token`, that of the sampled token; `top_k`, those
+    of the teacher's top k tokens only."""
     estimates_kl: bool = False
-    """its mean over samples is KL(student‖teacher), and is recorded as metric kl"""
+    """Whether its mean over samples is KL(student‖teacher), which is then recorded as the metric kl."""
 
 
 OBJECTIVES: Mapping[str, KnownObjective] = {
@@ -36,33 +38,33 @@ OBJECTIVES: Mapping[str, KnownObjective] = {
     "low_var_kl": KnownObjective("token"),
     "forward_kl_topk": KnownObjective("top_k"),
 }
-"""Objectives that come with the package; plugins add others to the registry of `algorithms.objectives`."""
+"""The built-in objectives. Plugins add others to the registry of `algorithms.objectives`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What teachers send of each action."""
+    """What teachers send for each action."""
 
     columns: tuple[str, ...]
-    """what it brings to the learner"""
+    """The columns that it adds to the batch."""
     means: str
-    """what it is, for `plan`; {k} is the number of tokens"""
+    """A description for `plan`; {k} is the number of tokens."""
     sampled: bool = False
-    """teachers are asked for the log-prob of the token that was taken,"""
+    """Whether teachers return the log-prob of the sampled token."""
     top_k: bool = False
-    """for their own k likeliest tokens,"""
+    """Whether teachers return their own k most likely tokens."""
     given: bool = False
-    """for the log-probs of the student's k likeliest tokens,"""
+    """Whether teachers return the log-probs of the student's k most likely tokens."""
     hidden: bool = False
-    """for final hidden states,"""
+    """Whether teachers return final hidden states."""
     step_mean: bool = False
-    """or for where they would have gone at a denoising step"""
+    """Whether teachers return the mean of their own denoising step."""
     whose: str = ""
-    """whose k tokens are named, all others counting as one"""
+    """Whose k tokens the payload lists; all other tokens form one bucket."""
 
     @property
     def bucketed(self) -> bool:
-        """Some tokens are named, the others are one bucket."""
+        """Whether the payload lists some tokens and puts all others into one bucket."""
         return self.top_k or self.given
 
 
@@ -100,4 +102,4 @@ SERVES: Mapping[Sees, tuple[PayloadName, ...]] = {
     "token": ("sampled",),
     "top_k": ("top_k",),
 }
-"""Payloads that serve an objective, by what it looks at. The first is the one that `auto` stands for."""
+"""Payloads that fit an objective, by the log-probs it uses. `auto` selects the first."""

@@ -1,4 +1,4 @@
-"""Users' Python files, which register what they define: the one loader for recipes, rewards' processes and certify."""
+"""The loader of users' Python files, for recipes, reward processes and certify."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from tutelage.errors import UserError
 
 IMPORTS = "write `from tutelage import Answer, Episode, LoopContext, Prompt, agent_loop, objective, reward`"
-"""What a plugin imports its decorators and types with."""
+"""A hint that shows the import statement of a plugin."""
 PLUGIN_MODULE = "tutelage_plugin_"
 """Beginning of the names of modules that plugins are loaded as."""
 
 
 def load_plugin(path: str, named_by: str = "plugins") -> str:
-    """Run a user's file, which registers what it defines, and return the name of its module. A process runs each file
-    once, however often it is asked for.
+    """Import a user's file, which registers what it defines, and return its module name. A process runs each file only
+    once.
 
-    What the file raises becomes a UserError with the file and the line. `named_by` is the setting or option that names
-    the file; errors begin with it.
+    An exception in the file becomes a UserError with the file and the line. `named_by` is the setting or option that
+    names the file; error messages start with it.
     """
     file = Path(path)
     if not file.is_file():
@@ -44,7 +44,7 @@ def load_plugin(path: str, named_by: str = "plugins") -> str:
 
 
 def _raised_in(file: Path, error: BaseException) -> str:
-    """An exception in one line, with the last line of a user's file that led to it."""
+    """Return an exception as one line of text, with the last line of the user's file in its traceback."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "understudy":
         return f"{_line(file, error)}the project is called tutelage now: {IMPORTS}"
     if isinstance(error, SyntaxError):

@@ -1,4 +1,4 @@
-"""Who lives in which pool of a cluster, and which arrangements are refused before anything starts."""
+"""The assignment of the parts of a run to resource pools, and its validation."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
 
 
 class Member(NamedTuple):
-    """A part of the run that has a place on a cluster: one process per replica of its pool."""
+    """A part of the run that is placed on the cluster, with one process per replica of its pool."""
 
     name: str
-    """as people call it"""
+    """Display name."""
     key: str
-    """the setting that names its pool"""
+    """The setting that names its pool."""
     pool: str
     default: str
-    """the pool it has where nothing is said: made if it is not there"""
+    """Its default pool, which is created if the recipe does not define it."""
     shares: bool = True
-    """others may live there too"""
+    """Whether other members may use the same pool."""
 
 
 def pool_members(config: RunConfig) -> tuple[Member, ...]:
-    """All members of a run, in the order of a step."""
-    from tutelage.config.schema import Reinforcement  # late: the schema checks itself with this
+    """Return all members of a run, in the order in which a step uses them."""
+    from tutelage.config.schema import Reinforcement  # the schema imports this module
 
     found = [
         Member("agent loops", "rollout.pool", config.rollout.pool, "rewards"),
@@ -41,21 +41,21 @@ def pool_members(config: RunConfig) -> tuple[Member, ...]:
 
 
 def fill_pools(config: RunConfig, usual: PoolSettings) -> None:
-    """Add the pools that members have by default and the recipe does not describe."""
+    """Add the default pools that members use and the recipe does not define."""
     for member in pool_members(config):
         if member.pool == member.default:
             config.pools.setdefault(member.pool, usual)
 
 
 def pool_mistakes(config: RunConfig) -> Iterator[str]:
-    """Everything that is wrong with the arrangement, naming the keys that do not go together."""
+    """Yield all mistakes in the assignment, each with the keys that conflict."""
     members, pools = pool_members(config), config.pools
     for member in members:
         if member.pool not in pools:
-            yield f"{member.key} is {member.pool!r}, but pools has no such: there are {', '.join(pools)}"
+            yield f"{member.key} is {member.pool!r}, but pools does not define it; it defines {', '.join(pools)}"
     for name in pools:
         if name not in [member.pool for member in members]:
-            yield f"pools.{name} is used by nobody: remove it, or name it in one of {_keys(members)}"
+            yield f"pools.{name} is not used: remove it, or name it in one of {_keys(members)}"
     for number, one in enumerate(members):
         for other in members[number + 1 :]:
             if one.pool == other.pool and not (one.shares and other.shares):

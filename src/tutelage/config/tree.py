@@ -1,4 +1,4 @@
-"""YAML texts as trees whose values know where they came from."""
+"""Parse YAML into trees that record the origin of every value."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 RESOLVED_HEADER = "# Resolved by tutelage: every value of the run. Relative paths are from the working directory.\n"
 RESOLVED_HEADERS = (RESOLVED_HEADER, RESOLVED_HEADER.replace("tutelage", "understudy"))
-"""Also that of runs which were made under the project's former name."""
+"""Includes the header of runs that were created under the project's former name."""
 
 KeyPath: TypeAlias = tuple[str, ...]
-"""A dotted key, split. Kept as parts because the name of a teacher may itself contain a dot."""
+"""A dotted key, split into parts because the name of a teacher may contain a dot."""
 
 
 class Mistake(NamedTuple):
-    """One thing that is wrong with a configuration."""
+    """A mistake in a configuration."""
 
     key: str
-    """dotted; empty where a file or an override as a whole is wrong"""
+    """The dotted key; empty if a file or an override as a whole is wrong."""
     origin: str
-    """file:line, file:line:column or `command line`"""
+    """`file:line`, `file:line:column` or `command line`."""
     message: str
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Mistake(NamedTuple):
 
 
 def inline_yaml(value: Any) -> str:
-    """A value on one line, as an override would spell it."""
+    """Format a value as YAML on one line, as in an override."""
     return to_yaml(value, flow=True).removesuffix("\n").removesuffix("\n...")
 
 
@@ -54,9 +54,9 @@ _CORE = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes, which know their lines, and constructs nothing."""
+    """Composes nodes, which have line numbers, without constructing objects."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012  (those of YAML 1.1 are not wanted)
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (removes the resolvers of YAML 1.1)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -66,7 +66,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as something else, and escapes what is not printable."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type, and escapes unprintable characters."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -103,7 +103,7 @@ class Leaf:
     value: Any
     origin: str
     folder: Path | None = None
-    """where relative paths are looked for"""
+    """The directory that relative paths are resolved against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Branch:
 
 @dataclass(slots=True)
 class _Reader:
-    """Turns the nodes of one text into a tree, collecting mistakes."""
+    """Converts the nodes of one YAML text to a tree and collects mistakes."""
 
     source: str
     folder: Path | None
@@ -124,7 +124,7 @@ class _Reader:
         return COMMAND_LINE if self.source == COMMAND_LINE else f"{self.source}:{mark.line + 1}"
 
     def compose(self, text: str, prefix: str = "") -> yaml.Node | None:
-        """The root node, None for an empty text or one that is not YAML (which is noted)."""
+        """Return the root node, or None if the text is empty or invalid. Invalid YAML is recorded as a mistake."""
         try:
             root: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         except yaml.MarkedYAMLError as error:
@@ -147,7 +147,7 @@ class _Reader:
         return Leaf(self.value(node, path), origin, self.folder)
 
     def pairs(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, yaml.Node, str]]:
-        """Keys of a mapping as they are spelt, with value and origin."""
+        """Yield the keys of a mapping with their values and origins."""
         seen: dict[str, str] = {}
         for key, item in node.value:
             line = self.at(key.start_mark)
@@ -177,7 +177,7 @@ class _Reader:
 
 
 def merge(base: Branch, top: Branch) -> Branch:
-    """Mappings merge; anything else replaces what was there."""
+    """Merge two trees: mappings merge key by key, any other value of `top` replaces that of `base`."""
     children = dict(base.children)
     for name, new in top.children.items():
         old = children.get(name)
@@ -186,7 +186,8 @@ def merge(base: Branch, top: Branch) -> Branch:
 
 
 def read_recipe(recipe: Path, chain: tuple[Path, ...], mistakes: list[Mistake], said: str = "") -> Branch | None:
-    """A recipe merged over those it extends; None if one of the files could not be read. `said` is who asked for it."""
+    """Return a recipe merged over those it extends, or None if one of the files cannot be read. `said` is the origin of
+    the `extends` entry that names it."""
     if recipe.resolve() in [link.resolve() for link in chain]:
         loop = " -> ".join(map(str, (*chain, recipe)))
         mistakes.append(Mistake("extends", said, f"recipes extend each other in a circle: {loop}"))
@@ -216,7 +217,7 @@ def read_recipe(recipe: Path, chain: tuple[Path, ...], mistakes: list[Mistake], 
 
 
 def _parents(own: Branch, mistakes: list[Mistake]) -> list[tuple[str, str]]:
-    """Takes `extends` out of a recipe: (file name, origin) of each parent."""
+    """Remove `extends` from a recipe and return the file name and origin of each parent."""
     entry = own.children.pop("extends", None)
     if entry is None:
         return []
@@ -248,7 +249,8 @@ def _text(recipe: Path, mistakes: list[Mistake], said: str) -> str:
 
 
 def read_override(override: str, mistakes: list[Mistake]) -> Branch:
-    """`a.b=c` as a tree with one branch; an empty tree if it makes no sense (which is noted)."""
+    """Parse `a.b=c` into a tree with one branch. An invalid override is recorded as a mistake and gives an empty
+    tree."""
     nothing = Branch({}, COMMAND_LINE)
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))

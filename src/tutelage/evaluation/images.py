@@ -1,5 +1,7 @@
-"""Held-out measures of a student that paints: rewards and gold measures of pictures made without noise, with seeds that
-depend on the prompt alone, through the same loop, rewards and queue as training."""
+"""Held-out evaluation of diffusion students through the same loop, rewards and queue as training.
+
+Samples are generated with noise level 0 and with seeds that depend only on the prompt.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ REWARD = ("reward", "reward_parts")
 
 
 class PictureEvaluator:
-    """Evaluates the student as it is now."""
+    """Evaluates a diffusion student with its current weights."""
 
     def __init__(self, parts: Parts, modality: DiffusionModality, progress: Progress) -> None:
         if parts.heldout is None:

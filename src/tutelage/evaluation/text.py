@@ -1,9 +1,10 @@
-"""Held-out measures, taken through the same loop, teachers and queue as training.
+"""Held-out evaluation through the same loop, teachers and queue as training. The metrics of text runs are:
 
-- kl: KL(student‖teacher) on the student's own samples, full vocabulary, temperature 1, fixed seeds;
-- kl_fixed: KL(teacher‖student) on continuations that the teacher wrote once, the same text every time;
-- top1_agreement: how often both would pick the same token of that text;
-- reward: mean task reward of the samples, where the recipe has rewards; entropy and length of the samples beside them.
+- kl: KL(student‖teacher) on the student's own samples, over the full vocabulary, at temperature 1 with fixed seeds;
+- kl_fixed: KL(teacher‖student) on continuations that the teacher generates once per run;
+- top1_agreement: how often student and teacher agree on the most likely token of those continuations;
+- reward: mean task reward of the samples, if the recipe has rewards;
+- entropy and length of the samples.
 """
 
 from __future__ import annotations
@@ -54,42 +55,42 @@ FULL = Want(hidden=True)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One look at the held-out prompts."""
+    """The result of one evaluation."""
 
     metrics: dict[str, float]
     samples: list[EvalSample] = field(default_factory=list)
-    """what a student that writes answered"""
+    """The answers of a text student."""
     pictures: Pictures | None = None
-    """what one that paints made"""
+    """The samples of a diffusion student."""
     retried: tuple[str, ...] = ()
-    """why prompts had to be run again"""
+    """Why prompts were retried."""
     failed: tuple[str, ...] = ()
-    """why prompts are left out of the measures"""
+    """Why prompts are left out of the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
     prompts: list[str]
     media: Tensor
-    """uint8 [prompts, …]: the first sample of each prompt"""
+    """uint8 [prompts, …]: the first sample of each prompt."""
     stages: Tensor
-    """uint8 [steps + 1, …]: how the first of them came about"""
+    """uint8 [steps + 1, …]: the first sample after each denoising step."""
 
 
 class Evaluates(Protocol):
-    """Evaluates the student as it is now; needs a running scheduler."""
+    """Evaluates the student with its current weights. The scheduler must be running."""
 
     async def __call__(self) -> Evaluation: ...
 
 
 def evaluator(parts: Parts, directory: Path, progress: Progress = unseen, *, keep: bool = True) -> Evaluates:
-    """The evaluator that fits the student. Without `keep` nothing is written to the directory."""
+    """Return the evaluator of the student's modality. Without `keep`, nothing is written to the directory."""
     return parts.modality.evaluator(_Evaluators(parts, directory, progress, keep))
 
 
 @dataclass(frozen=True, slots=True)
 class _Evaluators:
-    """Builds the evaluator that a modality chooses."""
+    """Builds the evaluator that the modality asks for."""
 
     parts: Parts
     directory: Path
@@ -111,16 +112,16 @@ class EvaluationFailed(UserError):
 
 @dataclass(slots=True)
 class Answers:
-    """What became of held-out prompts."""
+    """The outcome of running held-out prompts."""
 
     ref: BatchRef
-    """rows of those that did not fail"""
+    """The rows of prompts that succeeded, and the failed groups."""
     retried: list[str] = field(default_factory=list)
-    """why prompts were run again"""
+    """Why prompts were retried."""
 
     @property
     def failed(self) -> list[str]:
-        """Why prompts failed for good."""
+        """Why prompts failed after all retries."""
         return [failure.reason for failure in self.ref.failed]
 
     def metrics(self) -> dict[str, float]:
@@ -130,8 +131,10 @@ class Answers:
 async def run_prompts(
     parts: Parts, order: RolloutRequest, prompts: Sequence[Prompt], needs: Sequence[str], tell: Callable[[], None]
 ) -> Answers:
-    """Run held-out prompts, those that fail again, and leave out what fails for good. EvaluationFailed if that is more
-    than the recipe allows. `tell` is called whenever an episode ends for the first time."""
+    """Run held-out prompts and retry those that fail. `tell` is called after each episode of the first attempt.
+
+    Raises EvaluationFailed if more prompts fail after all retries than the recipe allows.
+    """
     settings, traces = parts.config.validation, dict[str, str]()
 
     async def run(order: RolloutRequest, prompts: Sequence[Prompt]) -> BatchRef:
@@ -170,8 +173,8 @@ async def filled(
     needs: Sequence[str],
     work: Callable[[], Awaitable[None]],
 ) -> BatchRef:
-    """Open groups, do the work that fills them, and take them. If the work raises, no group stays open: a later
-    evaluation would take it for one of its own."""
+    """Open groups, run the work that fills them, and take them from the queue. If the work raises, all groups are
+    closed, so that a later evaluation does not take them."""
     await asyncio.gather(*(queue.open(group, samples) for group in groups))
     try:
         await work()
@@ -188,8 +191,11 @@ def no_heldout() -> UserError:
 
 
 class Evaluator:
-    """Evaluates the student as it is now. Teacher continuations are made on first use and, with `keep`, written to
-    `directory`; those that are there are read."""
+    """Evaluates a text student with its current weights.
+
+    Teacher continuations are read from `directory` or, if there are none, generated on first use and, with `keep`,
+    saved there.
+    """
 
     def __init__(
         self,
@@ -213,7 +219,8 @@ class Evaluator:
         self._uids = itertools.count()
 
     def _fingerprint(self) -> str:
-        """Of everything that decides the teacher's text, so that text made for other settings is not taken for it."""
+        """Return a hash of everything that the teacher's text depends on, so that text of other settings is not
+        used."""
         parts, limit = self.parts, self.config.data.max_prompt_tokens
         taught = bool(parts.config.teachers)
         prompts = [
@@ -227,7 +234,7 @@ class Evaluator:
         return f"{derive_seed(parts.config.seed, self.settings.max_tokens, prompts):016x}"
 
     async def __call__(self) -> Evaluation:
-        """Needs a running scheduler."""
+        """Evaluate the student. The scheduler must be running."""
         parts = self.parts
         await parts.backend.forget_prefixes()
         prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
@@ -258,7 +265,7 @@ class Evaluator:
         return bool(self.parts.config.teachers)
 
     async def _answer(self, prompts: Sequence[Prompt]) -> Answers:
-        """The student answers every held-out prompt with seeds that depend on the prompt alone."""
+        """Let the student answer every held-out prompt, with seeds that depend only on the prompt."""
         needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if self.parts.config.rewards else ()))
         done = itertools.count(1)
         return await run_prompts(
@@ -270,16 +277,17 @@ class Evaluator:
         )
 
     async def _fixed_text(self) -> BatchRef:
-        """Teacher continuations with the teacher's hidden states; the text is written once and then read. Its rows stay
-        in the queue from the first evaluation on."""
+        """Return the teacher continuations with the teacher's hidden states. Their rows stay in the queue after the
+        first evaluation."""
         if self._fixed is None:
             rows = self._read() or await self._write()
-            await self.parts.backend.forget_prefixes()  # written or read, the text is scored alike
+            await self.parts.backend.forget_prefixes()  # scores must not depend on cached prefixes
             self._fixed = await self._scored(rows)
         return self._fixed
 
     async def _scored(self, rows: Sequence[Trajectory]) -> BatchRef:
-        """The rows in the queue, with the teacher's hidden states; all of them, or none."""
+        """Put the rows into the queue with the teacher's hidden states. Raises EvaluationFailed if any of them
+        fails."""
         scorer = EpisodeScorer(self.parts.queue, (partial(self.parts.teachers.score, want=FULL),))
 
         async def work() -> None:
@@ -303,7 +311,7 @@ class Evaluator:
         try:
             kept = load_file(self.file)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.file} cannot be read ({error}): remove it, and it is made again") from error
+            raise UserError(f"{self.file} cannot be read ({error}): remove it to generate it again") from error
         tokens, masks = (Ragged(kept[name], kept[f"{name}_offsets"]).rows() for name in ("tokens", "mask"))
         return [_given(t, m) for t, m in zip(tokens, masks, strict=True)]
 
@@ -328,7 +336,7 @@ class Evaluator:
         return list(rows)
 
     async def _continue(self, prompt: Prompt, number: int) -> Trajectory:
-        """What the prompt's own teacher writes after it, at temperature 1 and of forced length."""
+        """Generate a continuation of fixed length with the prompt's teacher, at temperature 1."""
         parts = self.parts
         tokens = render_prompt(self.tokenizer, prompt, parts.config.data.max_prompt_tokens)
         length = self.settings.max_tokens
@@ -342,8 +350,8 @@ class Evaluator:
         return _given(torch.cat([tokens, answer.tokens]), mask)
 
     def _samples(self, prompts: Sequence[Prompt], batch: Batch, divergence: Ragged | None) -> list[EvalSample]:
-        """The answer to each prompt (its first trajectory), as text with a divergence for every token (0 without a
-        teacher)."""
+        """Return the answer to each prompt (its first trajectory) as text, with the divergence of every token, which is
+        0 without a teacher."""
         samples = []
         by_uid = {key.uid: row for row, key in reversed(list(enumerate(batch.keys)))}
         for number, prompt in enumerate(prompts):
@@ -358,8 +366,8 @@ class Evaluator:
 
 
 def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[str, float]:
-    """Measures of a run's checkpoint, or of an untrained student when `run` is None. A run may be under way: nothing is
-    written to its directory."""
+    """Evaluate a checkpoint of a run, or the untrained student if `run` is None. Nothing is written to the directory of
+    the run, which may be in progress."""
     from tutelage.record.display import Display
 
     with Display(0, f"eval {config.name}") as display:

@@ -1,7 +1,7 @@
-"""Attention over packs and over the decode cache, plugged into `transformers` under the name "tutelage".
+"""Attention over packs and over the decode cache, registered in `transformers` under the name "tutelage".
 
-Any causal language model of `transformers` that uses its attention interface computes through here: prefill, scoring
-and training on a `Pack`, decoding on a `KeyValueCache`. The plan arrives as the keyword `plan`.
+Causal language models of `transformers` that use its attention interface call it for prefill, scoring and training on a
+`Pack`, and for decoding on a `KeyValueCache`. The plan is passed as the keyword `plan`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ NAME = "tutelage"
 
 
 class UnsupportedAttention(UserError):
-    """The architecture asks attention for something that packs do not compute."""
+    """The architecture needs an attention feature that packs do not support."""
 
 
 @dataclass(slots=True)
 class KeyValueCache:
-    """Preallocated keys and values of the sequences that are being generated: slot b holds sequence b.
+    """The preallocated keys and values of the sequences being generated: slot b holds sequence b.
 
-    Active sequences occupy slots 0 … active − 1, so that a decode step works on views.
+    Active sequences use slots 0 … active − 1, so that a decode step works on views.
     """
 
     keys: list[Tensor] = field(default_factory=list)
-    """by layer: [slots, key-value heads, capacity, head width]"""
+    """By layer: [slots, key-value heads, capacity, head width]."""
     values: list[Tensor] = field(default_factory=list)
 
     @property
@@ -44,8 +44,8 @@ class KeyValueCache:
         return self.keys[0].shape[2] if self.keys else 0
 
     def reserve(self, keys: Sequence[Tensor], values: Sequence[Tensor], slots: int, capacity: int) -> None:
-        """Make room; contents are kept. `keys` and `values` of each layer [1, heads, n, width], for shape and dtype:
-        keys may be wider than values."""
+        """Grow the cache and keep its contents. `keys` and `values` of each layer [1, heads, n, width] give the shapes
+        and dtype; keys may be wider than values."""
         if self.keys and slots <= self.slots and capacity <= self.capacity:
             return
         slots, capacity = max(slots, self.slots), max(capacity, self.capacity)
@@ -53,7 +53,7 @@ class KeyValueCache:
         self.values = [self._grown(self.values, i, like, slots, capacity) for i, like in enumerate(values)]
 
     def move(self, source: int, target: int) -> None:
-        """Copy one slot over another."""
+        """Copy one slot to another."""
         for store in (*self.keys, *self.values):
             store[target] = store[source]
 
@@ -67,17 +67,18 @@ class KeyValueCache:
 
 @dataclass(slots=True)
 class PackPlan:
-    """Compute a pack; keep keys and values by layer if asked."""
+    """How to compute a pack, and optionally its keys and values by layer."""
 
     pack: Pack
     sights: Mapping[int, Sight] = field(default_factory=dict)
-    """by layer, where the model gives its own mask; elsewhere the window that the layer hands to attention counts"""
+    """The attention range by layer, if the model passes a mask; other layers use the window that they pass to
+    attention."""
     capture: bool = False
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     def entry(self, row: int, length: int) -> PrefixEntry:
-        """Keys and values of the first `length` tokens of one sequence, copied out."""
+        """Return a copy of the keys and values of the first `length` tokens of one sequence."""
         index = self.pack.rows[row][:length]
         keys = tuple(k[0][:, index].contiguous() for k in self.keys)
         return PrefixEntry(length, keys, tuple(v[0][:, index].contiguous() for v in self.values))
@@ -85,19 +86,19 @@ class PackPlan:
 
 @dataclass(slots=True)
 class DecodePlan:
-    """One token for each active slot."""
+    """How to decode one token for each active slot."""
 
     cache: KeyValueCache
     positions: Tensor
-    """int64 [active]: where the token of each slot goes"""
+    """int64 [active]: the position of the token of each slot."""
     longest: int
-    """positions.max() + 1"""
+    """The largest position plus one."""
     sights: Mapping[int, Sight] = field(default_factory=dict)
-    """as in `PackPlan`"""
+    """As in `PackPlan`."""
     masks: dict[Sight, Tensor] = field(default_factory=dict)
 
     def mask(self, sight: Sight) -> Tensor:
-        """bool [active, 1, 1, longest]."""
+        """Return the attention mask, bool [active, 1, 1, longest]."""
         if sight not in self.masks:
             seen = torch.arange(self.longest, device=self.positions.device)[None, :]
             self.masks[sight] = visible(sight, self.positions[:, None], seen)[:, None, None, :]
@@ -118,8 +119,9 @@ def attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query and key [batch, (key-value) heads, n, width], value [batch, key-value heads, n, width of values] →
-    [batch, n, heads, width of values], contiguous: some architectures take a view of it."""
+    """Compute attention of query and key [batch, (key-value) heads, n, width] and value [batch, key-value heads, n,
+    width of values]. Returns [batch, n, heads, width of values], contiguous because some architectures take a view of
+    it."""
     if plan is None:
         raise UnsupportedAttention(f"{type(module).__name__} does not hand keyword arguments on to its attention")
     if s_aux is not None:
@@ -161,7 +163,7 @@ def _packed(
 
 
 def _sees_all(sight: Sight, length: int) -> bool:
-    """Whether every token of so short a sequence sees all those before it."""
+    """Whether every token of a sequence of this length attends to all earlier ones."""
     return sight is None or (isinstance(sight, int) and length <= sight)
 
 
@@ -203,7 +205,7 @@ def _decode(
     plan.cache.values[layer][rows, :, plan.positions] = value[:, :, 0]
     k = plan.cache.keys[layer][:active, :, : plan.longest]
     v = plan.cache.values[layer][:active, :, : plan.longest]
-    # The query heads that share a key-value head stand side by side as if they were positions: nothing is repeated.
+    # Query heads that share a key-value head are treated as positions, so that keys and values are not repeated.
     grouped = query.reshape(active, shared, heads // shared, width)
     out = _attention(grouped, k, v, plan.mask(sight), False, scale, softcap, 1)
     return out.reshape(active, 1, heads, value.shape[-1])

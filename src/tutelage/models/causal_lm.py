@@ -1,4 +1,4 @@
-"""A causal language model as engines and learner use it: packs in, hidden states out, and the output head beside it."""
+"""The causal language model of engines and learner: it maps packs to hidden states and has a separate output head."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tutelage.policy.text import wide
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """From hidden states to logits: the part of a model that a full-distribution payload refers to."""
+    """The output head of a model, which maps hidden states to logits."""
 
     linear: nn.Linear
     softcap: float | None = None
     scale: float = 1.0
 
     def __call__(self, hidden: Tensor, vocabulary: int | None = None) -> Tensor:
-        """[…, width] → float32 [… , vocabulary]; `vocabulary` cuts ids off the end (padding of the head)."""
+        """Map […, width] to float32 [… , vocabulary]; `vocabulary` drops the last ids, such as padding of the head."""
         logits: Tensor = self.linear(hidden.to(self.linear.weight.dtype))
         logits = wide(logits)
         if vocabulary is not None and vocabulary < logits.shape[-1]:
@@ -40,7 +40,7 @@ class OutputHead:
 
     @torch.no_grad()
     def mass_outside(self, hidden: Tensor, vocabulary: int) -> Tensor:
-        """[…]: probability, at temperature 1, of the ids that `vocabulary` cuts off."""
+        """Return the probability […], at temperature 1, of the ids that `vocabulary` drops."""
         return self(hidden).softmax(-1)[..., vocabulary:].sum(-1)
 
     @property
@@ -49,9 +49,10 @@ class OutputHead:
 
 
 class CausalLM:
-    """Wraps a `transformers` causal language model (with or without adapters) loaded with attention "tutelage".
+    """Wraps a `transformers` causal language model that was loaded with attention "tutelage", with or without adapters.
 
-    It computes where its weights are. Packs, tokens and positions may come from the CPU; hidden states stay there.
+    It computes on the device of its weights. Packs, tokens and positions may be on the CPU; hidden states are on the
+    device of the weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -63,45 +64,45 @@ class CausalLM:
         self.head = head_of(model, head)
         self.width = head.in_features
         self.value_head: nn.Linear | None = None
-        """a critic has one"""
+        """The value head of a critic."""
         self.reach: Reach | None = reach_of(model.config)
-        """the longest sequence that it takes"""
+        """The longest supported sequence."""
         self._decoder: LlamaDecoder | None = None
         self._sights: dict[int, Sight] = {}
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
-        """modules that compute in another way than the model's own, with the classes that they had"""
+        """Replaced modules with their original classes."""
         self._adopt()
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of the weights."""
         return self.head.linear.weight.device
 
     def add_value_head(self) -> None:
-        """Make a critic of it: from now on it predicts returns, at first 0 everywhere."""
+        """Turn the model into a critic, which predicts returns; they are 0 at first."""
         self.value_head = LeanLinear(self.width, 1, dtype=self.model.dtype, device=self.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """[n, width] → [n], float32 at least: predicted returns."""
+        """Predict returns: [n, width] → [n], in float32 or wider."""
         if self.value_head is None:
             raise ValueError("this model has no value head: values are the critic's")
         values: Tensor = self.value_head(hidden)
         return wide(values.squeeze(-1))
 
     def forward_pack(self, packed: Pack) -> Tensor:
-        """Final hidden states [n, width] of a pack."""
+        """Return the final hidden states [n, width] of a pack."""
         return self._pass(packed, capture=False)[0]
 
     @torch.no_grad()
     def prefill(self, packed: Pack) -> tuple[Tensor, PackPlan]:
-        """Final hidden states of a pack, and a plan that holds its keys and values by layer."""
+        """Return the final hidden states of a pack, and a plan with its keys and values by layer."""
         return self._pass(packed, capture=True)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache) -> Tensor:
-        """Final hidden states [active, width] of one more token in each active slot."""
+        """Return the final hidden states [active, width] of one more token in each active slot."""
         longest = int(positions.max()) + 1
         self._require_reach(longest)
         tokens, positions = tokens.to(self.device), positions.to(self.device)
@@ -112,8 +113,8 @@ class CausalLM:
 
     @torch.no_grad()
     def own_states(self, tokens: Tensor) -> Tensor:
-        """Final hidden states [n, width] of one sequence as the model computes it by itself: its own modules, eager
-        attention, no pack. What packs are compared with."""
+        """Return the final hidden states [n, width] of one sequence, computed with the model's own modules, eager
+        attention and no pack. Packs are compared with these."""
         self._require_reach(len(tokens))
         with self._as_itself():
             out = self.backbone(input_ids=tokens[None].to(self.device), use_cache=False)
@@ -152,7 +153,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Let the model compute on packs, and refuse one that then computes something else than before."""
+        """Prepare the model for packs, and refuse it if its results change."""
         name = type(self.model).__name__
         if self.model.config._attn_implementation != NAME:
             raise ValueError(f"load the model with attention {NAME!r}, not {self.model.config._attn_implementation!r}")
@@ -190,12 +191,12 @@ class CausalLM:
 
 
 def _said(error: Exception) -> str:
-    """An error's own words, on one line."""
+    """Return the message of an error on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def relative_gap(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return float((actual - expected).abs().max()) / (float(expected.abs().max()) + 1e-6)
 
 
@@ -214,7 +215,8 @@ def fill_cache(
 
 
 def head_of(model: PreTrainedModel, linear: nn.Linear) -> OutputHead:
-    """Some architectures cap or scale their logits; the check at loading notices any that this does not know."""
+    """Return the output head, with the caps and scales of logits that are known here. The check at loading detects
+    others."""
     settings = model.config.get_text_config().to_dict()
     scale = settings.get("logit_scale") or 1.0
     divisor = settings.get("logits_scaling") or 1.0

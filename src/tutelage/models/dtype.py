@@ -1,7 +1,7 @@
-"""Which dtype the weights get, and why.
+"""Choose the dtype of weights.
 
-Some virtual machines claim instructions that they lack: a bfloat16 matmul then kills the process with SIGILL, and no
-`except` can catch that. So bfloat16 on a CPU is tried in a process of its own first, once per machine.
+Some virtual machines report instructions that they do not support, so that a bfloat16 matmul kills the process with
+SIGILL, which `except` cannot catch. bfloat16 on a CPU is therefore tried in a subprocess first, once per machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tutelage.data import durable
 from tutelage.models.sources import ModelError, cache_directory
 
 WORTHWHILE = 1.1
-"""bfloat16 must be this many times as fast as float32 on a CPU before `auto` takes it."""
+"""`auto` chooses bfloat16 on a CPU only if it is at least this many times as fast as float32."""
 
 PROBE = """
 import resource
@@ -54,17 +54,17 @@ error = max(float((r - e).abs().max() / e.abs().max()) for r, e in zip(rough, ex
 print(json.dumps({"speedup": wide / narrow, "error": error}))
 """
 TIMEOUT = 180
-"""Seconds after which a probe counts as dead."""
+"""Seconds after which a probe is considered dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the probe of bfloat16 on this CPU found."""
+    """The result of probing bfloat16 on this CPU."""
 
     died: str | None = None
-    """how the probe ended, if not well"""
+    """How the probe failed, or None."""
     speedup: float = 0.0
-    """time of float32 / time of bfloat16"""
+    """Time of float32 / time of bfloat16."""
 
     @property
     def text(self) -> str:
@@ -74,7 +74,7 @@ class Verdict:
 
 
 def choose_dtype(setting: str, device: str) -> tuple[torch.dtype, str]:
-    """The dtype for `auto`, `float32` or `bfloat16` on this device, and one line that says why."""
+    """Return the dtype for `auto`, `float32` or `bfloat16` on this device, and the reason in one line."""
     kind = torch.device(device).type
     if setting == "float32":
         return torch.float32, "float32, as configured"
@@ -90,7 +90,7 @@ def choose_dtype(setting: str, device: str) -> tuple[torch.dtype, str]:
 
 
 def probe() -> Verdict:
-    """Try bfloat16 in a subprocess, or recall what the last try on this machine found."""
+    """Try bfloat16 in a subprocess, or return the cached result of this machine."""
     file = cache_directory() / f"bfloat16-{_machine()}.json"
     try:
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
@@ -115,7 +115,7 @@ def _on_cpu(setting: str, verdict: Verdict) -> tuple[torch.dtype, str]:
 
 
 def _run_probe() -> tuple[Verdict, bool]:
-    """The verdict, and whether it says something lasting about the machine."""
+    """Return the verdict, and whether it may be cached for this machine."""
     command = [sys.executable, "-c", PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -133,7 +133,7 @@ def _run_probe() -> tuple[Verdict, bool]:
 
 
 def _machine() -> str:
-    """A name for everything that the verdict depends on; a changed probe is a new question."""
+    """Return a hash of everything that the verdict depends on, including the code of the probe."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -145,7 +145,7 @@ def _machine() -> str:
 
 
 def _remember(file: Path, verdict: Verdict) -> None:
-    """Best effort: a cache that cannot be written costs another probe next time, nothing else."""
+    """Cache the verdict. Failure to write is ignored, as it only costs another probe."""
     part = file.with_name(f".{file.name}.{uuid.uuid4().hex}.part")
     with suppress(OSError), durable.replacing(file, part):
         part.write_text(json.dumps(asdict(verdict)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A model's output head alone, read from its files without the rest: what expands a teacher's hidden states."""
+"""Load only the output head of a model, to compute logits from a teacher's hidden states."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tutelage.models.sources import ModelError, resolve
 
 
 def head_vocabulary(settings: ModelSettings) -> int:
-    """Ids that the model's output head knows."""
+    """Return the vocabulary size of the model's output head."""
     config = load_config(resolve(settings.path))
     return int(config.get_text_config().vocab_size)
 
 
 def load_head(settings: ModelSettings, device: str = "cpu") -> OutputHead:
-    """Weights of the head, or of the embedding that it is tied to; nothing else is read."""
+    """Load the weights of the head, or of the embedding that it is tied to, and nothing else."""
     directory = resolve(settings.path)
     config = load_config(directory)
     try:
@@ -45,7 +45,7 @@ def load_head(settings: ModelSettings, device: str = "cpu") -> OutputHead:
 
 
 def _read(directory: Path, name: str) -> torch.Tensor:
-    """One tensor of a directory, from whichever file has it."""
+    """Read one tensor from the files of a directory."""
     index = directory / "model.safetensors.index.json"
     files = [json.loads(index.read_text())["weight_map"].get(name, "")] if index.exists() else ["model.safetensors"]
     for file in files:

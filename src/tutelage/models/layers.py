@@ -1,4 +1,4 @@
-"""The decoder layers of a model: which they are, and how to compute them again on the way back."""
+"""Find the decoder layers of a model, and recompute them in the backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tutelage.models.sources import ModelError
 
 
 def decoder_layers(model: CausalLM) -> nn.ModuleList:
-    """All of them, in order."""
+    """Return the decoder layers in order."""
     depth = model.model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.backbone.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     if len(lists) != 1:
@@ -27,8 +27,8 @@ def decoder_layers(model: CausalLM) -> nn.ModuleList:
 
 
 def recompute(model: CausalLM) -> None:
-    """Keep only the input of each decoder layer, and compute the rest again on the way back: less memory, more time,
-    the same gradients. Passes without a gradient are as they were."""
+    """Enable activation checkpointing: keep only the input of each decoder layer and recompute the rest in the backward
+    pass. Gradients stay the same, and passes without a gradient are not affected."""
     for layer in decoder_layers(model):
         layer.forward = _computed_again(layer.forward)
 

@@ -1,14 +1,15 @@
-"""Modules that spare memory and memory traffic, in place of the model's own: same parameters, same results.
+"""Replacements of a model's modules that need less memory and bandwidth, with the same parameters and results.
 
-Training: the weight's gradient is added into `weight.grad` by the matrix product itself. Autograd would write it to a
-new tensor and add that, three more passes over every weight in every micro-batch, and keep the largest one alive. Norms
-and gated feed-forward layers keep only what they cannot cheaply compute again: a third less memory per token.
+Training: the matrix product adds the weight's gradient directly to `weight.grad`. Autograd would write it to a new
+tensor and then add that, which takes three more passes over every weight in every micro-batch and keeps the largest
+gradient in memory. Norms and gated feed-forward layers recompute cheap intermediate results in the backward pass, which
+saves a third of the memory per token.
 
-Decoding: a handful of rows is multiplied from the other side (Wᵀ stays as it lies, the few rows become columns), which
-BLAS does a third faster than the usual order.
+Decoding: a product with few rows is computed in transposed form (W is not transposed, the few rows become columns),
+which BLAS does a third faster.
 
-A weight that computes in bfloat16 may have a float32 gradient (`grad_dtype`): every product and every looked-up row is
-then added in float32.
+A bfloat16 weight may have a float32 gradient (`grad_dtype`). Every product and every looked-up row is then added in
+float32.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from torch import Tensor, nn
 from tutelage.policy.text import wide
 
 FEW_ROWS = 128
-"""Up to this many rows the product is taken from the other side."""
+"""Products with up to this many rows are computed in transposed form."""
 
 
 class LeanLinear(nn.Linear):
-    """An `nn.Linear` with the same parameters and the same results, contiguous like its own."""
+    """An `nn.Linear` with the same parameters, results and memory layout."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias).contiguous()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [… , in] · weight [out, in]ᵀ + bias. Of a few rows, a view whose columns lie together."""
+    """Compute x [… , in] · weight [out, in]ᵀ + bias. For few rows, the result is a column-major view."""
     if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf:
         out: Tensor = _AccumulatingProduct.apply(x, weight)  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
@@ -43,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ, without a gradient."""
+    """Compute x · weightᵀ without a gradient."""
     if _few(x):
         return torch.mm(weight, x.flatten(0, -2).t()).t().reshape(*x.shape[:-1], weight.shape[0])
     return nn.functional.linear(x, weight)
@@ -54,14 +55,14 @@ def _few(x: Tensor) -> bool:
 
 
 class _AccumulatingProduct(torch.autograd.Function):
-    """x · weightᵀ; backward adds to weight.grad in place and hands on the gradient of x alone."""
+    """Computes x · weightᵀ. The backward pass adds to weight.grad in place and returns only the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
         out = product(x, weight)
-        # A view that left this function could not be changed in place, as clip_qkv does.
+        # Autograd forbids in-place changes, such as those of clip_qkv, to a view that a custom function returns.
         return out.clone(memory_format=torch.contiguous_format) if _few(x) else out
 
     @staticmethod
@@ -72,10 +73,10 @@ class _AccumulatingProduct(torch.autograd.Function):
 
 
 class LeanEmbedding(nn.Embedding):
-    """An `nn.Embedding` whose gradient is added to the rows that were looked up, not written as a whole table.
+    """An `nn.Embedding` that adds its gradient only to the rows that were looked up.
 
-    Unlike `nn.Embedding`, the row of `padding_idx` learns too: packs have no padding, and where a model pads with its
-    end-of-turn token, that token is a real one.
+    Unlike in `nn.Embedding`, the row of `padding_idx` is trained too: packs have no padding, and some models use their
+    end-of-turn token for padding.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class LeanEmbedding(nn.Embedding):
 class _AccumulatingLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor) -> Tensor:
-        """`anchor` makes autograd call `backward`, which has nothing else to give back."""
+        """`anchor` requires a gradient so that autograd calls `backward`; it has no other use."""
         ctx.save_for_backward(ids)
         ctx.weight = weight
         return nn.functional.embedding(ids, weight)
@@ -105,8 +106,8 @@ class _AccumulatingLookup(torch.autograd.Function):
 
 
 class LeanNorm(nn.Module):
-    """weight · x / rms(x), as the Llama family has it, in float32 at least; keeps x and one number a row for the way
-    back."""
+    """The RMS norm of the Llama family, weight · x / rms(x), in float32 or wider. It keeps only x and one number per
+    row for the backward pass."""
 
     weight: Tensor
     variance_epsilon: float
@@ -134,7 +135,7 @@ class _Norm(torch.autograd.Function):
 
 
 class LeanGatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)); keeps gate and up for the way back, not what follows from them."""
+    """Computes down(silu(gate(x)) · up(x)). It keeps only gate(x) and up(x) for the backward pass."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -169,7 +170,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def add_product(weight: Tensor, gradient: Tensor, inputs: Tensor) -> None:
-    """weight.grad += gradientᵀ · inputs, without a tensor in between if all have one dtype."""
+    """Compute weight.grad += gradientᵀ · inputs, without a temporary tensor if all dtypes are equal."""
     rows, columns = gradient.flatten(0, -2).t(), inputs.flatten(0, -2)
     if weight.grad is None:
         weight.grad = torch.mm(rows, columns).to(weight.grad_dtype)
@@ -184,9 +185,11 @@ GATED = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP")
 
 
 def make_lean(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Let the model's own modules compute this way; parameters and names stay. Unknown ones are left as they are, and
-    whoever calls this compares the model's results before and after. Returns the changed modules with the classes that
-    they had."""
+    """Replace the classes of the modules that this file supports; parameters and names stay the same.
+
+    Returns the changed modules with their original classes. The caller must compare the model's results before and
+    after.
+    """
     classes = [(module, type(module)) for module in model.modules()]
     float32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
     for module in model.modules():
@@ -205,6 +208,6 @@ def make_lean(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
 
 
 def _plain_gated(module: Any) -> bool:
-    """Not adapted, and gated by silu."""
+    """Whether a module is gated by silu and has no adapter."""
     linears = (module.gate_proj, module.up_proj, module.down_proj)
     return all(type(part) is LeanLinear for part in linears) and "silu" in type(module.act_fn).__name__.lower()

@@ -1,7 +1,7 @@
-"""One decode step of the Llama family, without the layers of wrapping that cost as much as the arithmetic on a CPU.
+"""A fast decode step for the Llama family, without module overhead, which costs as much as the arithmetic on a CPU.
 
-It reads the model's own modules and weights; nothing is copied. `CausalLM` compares it with the model's own forward
-when it loads one, and goes the general way for every other architecture, for adapters, and where the two differ.
+It uses the model's own modules and weights without copies. `CausalLM` compares it with the model's own forward pass at
+loading, and uses the general implementation for other architectures, for adapters, and if the results differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 class LlamaDecoder:
-    """Final hidden states of one more token in each active slot."""
+    """Computes the final hidden states of one more token in each active slot."""
 
     def __init__(self, backbone: Any) -> None:
         config = backbone.config
@@ -33,7 +33,7 @@ class LlamaDecoder:
         self.eps: float = config.rms_norm_eps
 
     def __call__(self, tokens: Tensor, positions: Tensor, longest: int, cache: KeyValueCache) -> Tensor:
-        """`longest`: positions.max() + 1."""
+        """Decode one step; `longest` is positions.max() + 1."""
         x = self.backbone.embed_tokens(tokens)
         cos, sin = self.backbone.rotary_emb(x[:, None], positions[:, None])
         mask = torch.zeros(len(tokens), 1, 1, longest, dtype=x.dtype, device=x.device)
@@ -70,7 +70,7 @@ class LlamaDecoder:
         both = both * cos + torch.cat([-both[..., half:], both[..., :half]], dim=-1) * sin
         keys[rows, :, positions] = both[:, heads:]
         values[rows, :, positions] = _project(attention.v_proj, h).reshape(active, -1, self.width)
-        # The query heads that share a key-value head stand side by side as if they were positions: nothing is repeated.
+        # Query heads that share a key-value head are treated as positions, so that keys and values are not repeated.
         grouped = both[:, :heads].reshape(active, keys.shape[1], -1, self.width) * self.scale
         scores = grouped @ keys[:active, :, :longest].transpose(-1, -2)
         out = (scores + mask).softmax(dim=-1) @ values[:active, :, :longest]
@@ -81,12 +81,12 @@ class LlamaDecoder:
 
 
 def _project(module: Any, x: Tensor) -> Tensor:
-    """What the module computes, without the copy that makes it contiguous."""
+    """Apply a linear module without the copy that makes the result contiguous."""
     return linear(x, module.weight, module.bias)
 
 
 def llama_decoder(backbone: nn.Module) -> LlamaDecoder | None:
-    """A decoder for this model, or None if it is not a plain member of the family."""
+    """Return a decoder for this model, or None if it is not a plain Llama model."""
     if type(backbone).__name__ not in ARCHITECTURES:
         return None
     layers = backbone.get_submodule("layers")

@@ -1,7 +1,7 @@
-"""From a directory to a causal language model in memory, and back.
+"""Load causal language models from directories and save them.
 
-A model is loaded deterministic (no dropout, evaluation mode) and complete (every weight from the file). Layers can be
-cut out and a LoRA adapter put on; what `save_hf` writes gives the same logits when it is loaded again.
+Models are deterministic (no dropout, evaluation mode), and every weight comes from the file. Layers can be removed and
+a LoRA adapter added. A model that `save_hf` saves gives the same logits when it is loaded again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tutelage.models.sources import ModelError, resolve, whole_directory
 from tutelage.models.weights import narrow
 
 _PER_LAYER_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers")
-"""Config keys that hold one value per decoder layer."""
+"""Config keys with one value per decoder layer."""
 
 
 class SavesItself(Protocol):
-    """A tokenizer, as far as saving goes."""
+    """A tokenizer that can be saved."""
 
     def save_pretrained(self, directory: Path, /) -> Any: ...
 
@@ -48,10 +48,10 @@ def load_causal_lm(
     progress: Report | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Load a model as its settings ask, in evaluation mode. `attention` is transformers' attn_implementation.
+    """Load a model in evaluation mode. `attention` is the attn_implementation of transformers.
 
-    `dtype` is in place of the one that the settings choose on this device. `progress` is told what was decided on the
-    way: dtype, dropout switched off, layers cut.
+    `dtype` overrides the one that the settings choose for this device. `progress` receives messages about the dtype,
+    disabled dropout and removed layers.
     """
     report = progress or (lambda line: None)
     directory = resolve(settings.path, progress)
@@ -71,9 +71,10 @@ def load_causal_lm(
 
 
 def float32_weights(settings: ModelSettings, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Weights by name as the model's files have them, in float32; nothing if widening the model's own gives the same.
+    """Return the weights by name, read from the model's files in float32. Empty if casting the loaded weights gives the
+    same.
 
-    For masters of a model that was loaded in a narrower dtype: what its files have beyond that is not lost.
+    They initialise the masters of a model that was loaded in a narrower dtype, so that no precision is lost.
     """
     if all(parameter.dtype == torch.float32 for parameter in model.parameters()):
         return {}
@@ -84,7 +85,7 @@ def float32_weights(settings: ModelSettings, model: PreTrainedModel) -> dict[str
 
 
 def _stored_dtypes(directory: Path) -> set[str]:
-    """Of the tensors in a model's safetensors files, as their headers say."""
+    """Return the dtypes of the tensors in a model's safetensors files."""
     found: set[str] = set()
     for file in directory.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -93,7 +94,7 @@ def _stored_dtypes(directory: Path) -> set[str]:
 
 
 def cut_layers(model: PreTrainedModel, indices: Sequence[int]) -> None:
-    """Take decoder layers (counted from 0) out of the model, and out of its config, so that saving keeps it so."""
+    """Remove decoder layers (counted from 0) from the model and its config, so that the saved model matches."""
     config = model.config.get_text_config()
     depth: int = config.num_hidden_layers
     _check_indices(indices, depth)
@@ -113,10 +114,10 @@ def cut_layers(model: PreTrainedModel, indices: Sequence[int]) -> None:
 
 
 def apply_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftModel:
-    """Put a LoRA adapter on the model (in place), its first values drawn from `seed` alone.
+    """Add a LoRA adapter to the model in place. Its initial values depend only on `seed`.
 
-    All other weights are frozen. The adapter is float32 whatever the model's dtype is (`narrow_adapter` changes that).
-    The global random state is left as it was.
+    All other weights are frozen. The adapter is float32 regardless of the model's dtype (see `narrow_adapter`). The
+    global random state is preserved.
     """
     _check_targets(model, settings.targets)
     config = LoraConfig(
@@ -141,12 +142,12 @@ def apply_lora(model: PreTrainedModel, settings: LoraSettings, seed: int) -> Pef
 
 
 def narrow_adapter(model: PreTrainedModel) -> None:
-    """Let a LoRA adapter compute in the dtype of the model around it."""
+    """Convert a LoRA adapter to the dtype of its model."""
     narrow(model, model.get_output_embeddings().weight.dtype)
 
 
 def check_head_is_plain(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Engines, losses and teachers' payloads use the output head without the rest of the model: no adapter on it."""
+    """Refuse an adapter on the output head, which engines, losses and payloads use without the rest of the model."""
     for name, module in model.named_modules():
         named = [target for target in settings.targets if name == target or name.endswith(f".{target}")]
         if named and module is model.get_output_embeddings():
@@ -157,10 +158,10 @@ def check_head_is_plain(model: PreTrainedModel, settings: LoraSettings) -> None:
 
 
 def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Path, keep_adapter: bool = False) -> None:
-    """Write a Hugging Face directory, whole or not at all; the model in memory stays as it is.
+    """Write a Hugging Face directory atomically. The model in memory is not changed.
 
-    A LoRA adapter is merged into the weights, or kept apart (`keep_adapter`): then the directory holds the adapter,
-    and below it `base/`, if the path the base was loaded from does not give the same model (layers were cut).
+    A LoRA adapter is merged into the weights or, with `keep_adapter`, saved alone. The subdirectory `base/` then
+    contains the base model, unless its original path gives the same model (it does not if layers were removed).
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -178,7 +179,7 @@ def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Pat
 
 
 def read_config(settings: ModelSettings) -> PretrainedConfig:
-    """Of a model that is to be computed on packs; refuses one whose attention cannot be."""
+    """Return the config of a model, and refuse one whose attention does not support packs."""
     directory = resolve(settings.path)
     config = load_config(directory)
     _check_interface(directory, config)
@@ -186,7 +187,7 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def load_config(directory: Path) -> PretrainedConfig:
-    """config.json of a model that transformers itself has the code of; code in the directory is never run."""
+    """Load the config.json of a model that transformers implements. Code in the directory is never run."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -196,9 +197,9 @@ def load_config(directory: Path) -> PretrainedConfig:
 
 
 def _without_dropout(config: PretrainedConfig) -> Iterator[str]:
-    """Set everything random in the forward pass to 0: sampler and learner must compute the same probabilities.
+    """Disable randomness in the forward pass, so that engine and learner compute the same probabilities.
 
-    Not `router_jitter_noise`: in evaluation mode nothing is random about it, and phimoe chooses its experts by it.
+    `router_jitter_noise` is kept: it is not random in evaluation mode, and phimoe uses it to select experts.
     """
     text = config.get_text_config()
     for key, value in text.to_dict().items():
@@ -239,7 +240,7 @@ def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype,
 
 
 def _check_interface(directory: Path, config: PretrainedConfig) -> None:
-    """Our attention takes part only where the architecture asks transformers for its attention function."""
+    """Refuse an architecture that does not use the attention interface of transformers."""
     known: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
         raise ModelError(
@@ -257,7 +258,7 @@ def _check_interface(directory: Path, config: PretrainedConfig) -> None:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """A bar of transformers' own would tear the display of the run."""
+    """Disable the progress bar of transformers, which would break the display of the run."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -291,7 +292,8 @@ def _decoder_layers(model: PreTrainedModel, depth: int) -> nn.ModuleList:
 
 
 def _check_rebuildable(model: PreTrainedModel) -> None:
-    """Some architectures derive a layer's kind from its index: a cut model would come back different from its file."""
+    """Refuse architectures that derive the kind of a layer from its index, as a model without some layers would change
+    when it is loaded again."""
     with torch.device("meta"):
         fresh = type(model)(copy.deepcopy(model.config))
     expected = {name: _settings_of(module) for name, module in fresh.named_modules()}
@@ -306,7 +308,7 @@ def _check_rebuildable(model: PreTrainedModel) -> None:
 
 
 def _settings_of(module: nn.Module) -> dict[str, object]:
-    """The plain values and parameter shapes that define what a module computes (names with _ are bookkeeping)."""
+    """Return the plain attributes and parameter shapes that define what a module computes, without private ones."""
     values = {key: value for key, value in vars(module).items() if not key.startswith("_") and key != "training"}
     plain = {key: value for key, value in values.items() if isinstance(value, bool | int | float | str)}
     shapes = {key: tuple(tensor.shape) for key, tensor in module.named_parameters(recurse=False)}
@@ -333,7 +335,8 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 
 def _plain_copy(model: PeftModel, *, merged: bool) -> PreTrainedModel:
-    """The base model without peft's wrappers, its adapted weights merged or as they were. Shares unchanged tensors."""
+    """Return the base model without peft's wrappers, with the adapter merged or left out. Unchanged tensors are
+    shared."""
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
     state = _plain_state(base, merged=merged)
@@ -363,7 +366,7 @@ def _plain_state(base: PreTrainedModel, *, merged: bool) -> dict[str, Tensor]:
 
 
 def _save_adapter(model: PeftModel, tokenizer: SavesItself, directory: Path, out: Path) -> None:
-    """The adapter, and its base beside it where the base's own path would give another model."""
+    """Save the adapter, and the base model if its original path would give a different one."""
     model.save_pretrained(str(directory), save_embedding_layers=False)
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
@@ -378,7 +381,7 @@ def _save_adapter(model: PeftModel, tokenizer: SavesItself, directory: Path, out
 
 
 def _comes_back(base: PreTrainedModel) -> bool:
-    """Whether the path that the model was loaded from holds a model of the same depth."""
+    """Whether the original path of the model contains a model of the same depth."""
     path = base.config.name_or_path
     if not path or not Path(path).is_dir():
         return False

@@ -1,11 +1,11 @@
-"""Packs: several sequences in one flat row of tokens, with what they share at their beginning computed once.
+"""Packs: several sequences in one flat row of tokens, in which shared prefixes are computed once.
 
     sequences   S U a b c      S U a x      S U p
-    pack        S U | a b c | a x | p          (with `shortest_prefix` 2: "S U" is a segment of its own)
+    pack        S U | a b c | a x | p          (with `shortest_prefix` 2, "S U" is a separate segment)
 
-Every segment attends to its ancestors and, causally, to itself. A prefix that was computed before may stand in a
-`PrefixCache` and is then not part of the pack at all. A model computes a pack exactly as it computes the sequences
-one by one; tests hold it to that.
+Every segment attends to its ancestors and, causally, to itself. A prefix that was computed earlier may come from a
+`PrefixCache` and is then not part of the pack. A model computes the same results for a pack as for the separate
+sequences.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 SHORTEST_PREFIX = 8
-"""A shared beginning shorter than this is not worth a segment of its own."""
+"""Minimum length of a shared prefix that becomes a separate segment."""
 
 Sight = int | Callable[[Tensor, Tensor], Tensor] | None
-"""How far back a layer looks: this many tokens, the token itself included; None: all of them; or a function of the
-positions of queries [n, 1] and keys [1, m] that gives bool [n, m]."""
+"""The attention range of a layer: a window in tokens, including the token itself; None for all earlier tokens; or a
+function from positions of queries [n, 1] and keys [1, m] to bool [n, m]."""
 
 
 def visible(sight: Sight, own: Tensor, seen: Tensor) -> Tensor:
-    """bool [n, m]: which positions `seen` [1, m] the positions `own` [n, 1] look at; none that come later."""
+    """Return bool [n, m]: whether queries at positions `own` [n, 1] attend to keys at `seen` [1, m]. Later keys are
+    never visible."""
     allowed = seen <= own
     if isinstance(sight, int):
         allowed &= own - seen < sight
@@ -37,7 +38,7 @@ def visible(sight: Sight, own: Tensor, seen: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PrefixEntry:
-    """Keys and values of a prefix, by layer: [key-value heads, length, head width]."""
+    """The keys and values of a prefix by layer, each [key-value heads, length, head width]."""
 
     length: int
     keys: tuple[Tensor, ...]
@@ -46,7 +47,7 @@ class PrefixEntry:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """The most recently used prefixes, up to a number of tokens. Clear it when the weights change."""
+    """A least-recently-used cache of prefixes with a limit in tokens. Clear it when the weights change."""
 
     max_tokens: int
     entries: OrderedDict[tuple[int, ...], PrefixEntry] = field(default_factory=OrderedDict)
@@ -74,15 +75,15 @@ class PrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of flat positions that attends to `ancestors` (segment numbers) and causally to itself."""
+    """A range of flat positions that attends to `ancestors` (segment numbers) and causally to itself."""
 
     start: int
     end: int
     position: int
-    """position in its sequence of the first token"""
+    """The position of its first token in the sequence."""
     ancestors: tuple[int, ...] = ()
     cached: PrefixEntry | None = None
-    """a prefix before all ancestors that was computed earlier"""
+    """A cached prefix before all ancestors."""
 
 
 @dataclass(slots=True)
@@ -93,21 +94,21 @@ class Pack:
     """int64 [n]"""
     segments: tuple[Segment, ...]
     rows: tuple[Tensor, ...]
-    """for each sequence, the flat position of its tokens; −1 where they are cached"""
+    """The flat positions of the tokens of each sequence; −1 for cached tokens."""
     masks: dict[tuple[int, Sight], Tensor] = field(default_factory=dict)
-    """attention masks by (segment, sight), made once and used by every layer"""
+    """Attention masks by (segment, sight), computed once and shared by all layers."""
     lengths: tuple[int, ...] = ()
-    """flat length of each segment"""
+    """The flat length of each segment."""
 
     def to(self, device: torch.device) -> Pack:
-        """The same on another device; itself if it is there. Cached prefixes are with the model that made them."""
+        """Move the pack to a device. Cached prefixes stay on the device of the model that computed them."""
         if self.tokens.device == device:
             return self
         rows = tuple(row.to(device) for row in self.rows)
         return Pack(self.tokens.to(device), self.positions.to(device), self.segments, rows, lengths=self.lengths)
 
     def mask(self, number: int, sight: Sight) -> Tensor:
-        """bool [own, ancestors + own]: what a segment may look at."""
+        """Return the attention mask of a segment, bool [own, ancestors + own]."""
         if (number, sight) not in self.masks:
             segment = self.segments[number]
             seen = torch.arange(0, segment.position + segment.end - segment.start, device=self.tokens.device)
@@ -120,7 +121,7 @@ def pack(
     cached: Sequence[PrefixEntry | None] | None = None,
     shortest_prefix: int = SHORTEST_PREFIX,
 ) -> Pack:
-    """Lay sequences out as a forest of shared beginnings. The pack is on the CPU; a model takes it to its device."""
+    """Pack sequences as a forest of shared prefixes. The pack is on the CPU; the model moves it to its device."""
     builder = _Builder([s.tolist() for s in sequences], shortest_prefix)
     entries = cached if cached is not None else [None] * len(sequences)
     by_entry: dict[int, list[int]] = {}
@@ -148,7 +149,7 @@ class _Builder:
     def add(
         self, members: list[int], start: int, ancestors: tuple[int, ...], entry: PrefixEntry | None, flat: list[Tensor]
     ) -> None:
-        """Place sequences that agree on everything before `start`."""
+        """Add sequences that are equal before `start`."""
         shared = self._shared(members, start) if len(members) > 1 else len(self.sequences[members[0]]) - start
         if len(members) == 1 or shared >= self.shortest:
             if shared:
@@ -173,7 +174,7 @@ class _Builder:
         return length
 
     def _buckets(self, members: list[int], start: int) -> list[list[int]]:
-        """Sequences that share enough from here on stay together; all others stand alone."""
+        """Group the sequences that share a long enough prefix from `start`; all others are alone."""
         buckets: dict[tuple[int, ...] | int, list[int]] = {}
         for i in members:
             ahead = tuple(self.sequences[i][start : start + self.shortest])

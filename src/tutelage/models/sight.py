@@ -1,7 +1,7 @@
-"""How far back each layer of a model looks, and how long a sequence it can take: asked of the model, not guessed.
+"""Determine the attention range of each layer and the longest sequence of a model, by probing the model.
 
-Some architectures hand their sliding window to attention as an argument, others (qwen2_moe, phimoe) only as a mask.
-Packs are computed without the model's masks, so the rule behind each layer's mask is read once, at loading.
+Some architectures pass their sliding window to attention as an argument, others (qwen2_moe, phimoe) only as a mask.
+Packs do not use the model's masks, so the rule behind the mask of each layer is recorded when the model is loaded.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from tutelage.models.packing import Sight, visible
 
 PROBE = "tutelage_probe"
 MaskRule = Callable[[Any, Any, Any, Any], Any]
-"""transformers' form: (batch, head, query position, key position) → whether the query sees the key"""
+"""The mask function of transformers: (batch, head, query position, key position) → whether the query attends to the
+key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The longest sequence that a model computes as it was made to."""
+    """The longest sequence that a model supports."""
 
     tokens: int
     key: str
-    """of its config.json"""
+    """The key in its config.json that sets the limit."""
     reason: str = ""
-    """why a longer one cannot be computed, beyond that the model was not made for it"""
+    """Why longer sequences cannot be computed, if there is a reason besides the limit itself."""
 
     def __str__(self) -> str:
         return f"{self.key} = {self.tokens} in its config.json{self.reason and f' ({self.reason})'}"
 
 
 def reach_of(config: PretrainedConfig) -> Reach | None:
-    """None: the config names no limit.
+    """Return the longest sequence of a model, or None if its config sets no limit.
 
-    Rotary factors of the kinds `longrope` and `dynamic` change with the longest sequence that is computed at the same
-    time. Below the length that the model was first trained on, they are constant.
+    Rotary factors of the types `longrope` and `dynamic` depend on the longest sequence in the batch. They are constant
+    below the original training length.
     """
     text = config.get_text_config()
     found: list[Reach] = []
@@ -62,22 +63,23 @@ def reach_of(config: PretrainedConfig) -> Reach | None:
 
 @dataclass(slots=True)
 class _Probe:
-    """Stands in the place of a plan and notes the mask that each layer is given."""
+    """Replaces a plan and records the mask of each layer."""
 
     masks: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 def sights_of(model: PreTrainedModel, tokens: Tensor) -> dict[int, Sight]:
-    """By layer, for those that are given a mask made by transformers' own rules. Leaves the model as it was.
+    """Return the attention range by layer, for layers whose mask comes from a mask function of transformers. The model
+    is not changed.
 
-    A model that cannot be asked gives nothing: its layers' own arguments count, and the comparison with its own forward
-    pass decides.
+    Returns nothing for a model that cannot be probed. Its layers' own arguments then apply, and the comparison with its
+    own forward pass detects errors.
     """
     probe, before = _Probe(), model.config._attn_implementation
     model.set_attn_implementation(PROBE)
     try:
         model.base_model(input_ids=tokens[None], use_cache=False, plan=probe)
-    except Exception:  # any architecture's own
+    except Exception:  # architectures raise errors of any kind
         return {}
     finally:
         model.set_attn_implementation(before)
@@ -125,7 +127,7 @@ def _look(
     plan: _Probe | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Computes nothing."""
+    """An attention function that records the mask and computes nothing."""
     if plan is not None:
         plan.masks[int(module.layer_idx)] = attention_mask  # type: ignore[arg-type]
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: built from config.json on torch's meta device, nothing is loaded."""
+"""The sizes of a model, computed from its config.json on torch's meta device without loading weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SMOLLM2_SHAPE: dict[str, Any] = {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
-"""Known beforehand, so that the first recipe a newcomer plans has sizes before its model has been converted."""
+"""Config of the quickstart model, so that its recipe can be planned before the model is converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Some parameters of a model."""
+    """The size of a set of parameters."""
 
     numbers: int
     tensors: int
@@ -45,52 +45,52 @@ class Weights:
 
     @property
     def float32(self) -> Weights:
-        """The same numbers as masters, gradients or moments keep them."""
+        """The size of the same parameters in float32, as for masters, gradients and moments."""
         return replace(self, bytes=self.numbers * torch.float32.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is known of a model without its weights."""
+    """The sizes of a model and its parts."""
 
     plain: Weights
-    """without an adapter"""
+    """All weights without the adapter."""
     adapted: Weights
-    """with it, if there is one"""
+    """All weights with the adapter, if there is one."""
     learns: Weights
-    """of a student: what the optimizer changes"""
+    """The trained weights of a student."""
     critic: Weights
-    """of the same model as a critic: with a value head, without an adapter"""
+    """All weights of the model as a critic, with a value head and without an adapter."""
     critic_learns: Weights
-    """all of that but an output head of its own"""
+    """The trained weights of the critic: all but an untied output head."""
     width: int
     vocabulary: int
     layers: int
     ends: Weights
-    """embedding and output head; one weight if they are tied"""
+    """The embedding and the output head, counted once if they are tied."""
     cached: int
-    """bytes of keys and values per token, all layers"""
+    """Bytes of keys and values per token over all layers."""
     kept: int
-    """bytes per token, all layers, that a forward pass keeps for the way back"""
+    """Bytes per token over all layers that the forward pass keeps for the backward pass."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one number while it computes."""
+        """The bytes of one number in the compute dtype."""
         return self.plain.bytes // self.plain.numbers
 
     @property
     def has_masters(self) -> bool:
-        """What learns is kept in float32 beside the weights that compute."""
+        """Whether trained weights have separate float32 masters."""
         return self.itemsize < torch.float32.itemsize
 
 
 class _NotMade(Exception):
-    """The model would have to be made or fetched first."""
+    """The model must be created or downloaded first."""
 
 
 def model_sizes(settings: ModelSettings, lora: LoraSettings | None = None, device: str = "cpu") -> Sizes | None:
-    """From config.json alone, with layers cut and the adapter on, in the dtype of that device; None if there is no such
-    file yet. A directory that holds nothing but config.json will do."""
+    """Return the sizes of a model with its layers removed and its adapter added, in the dtype for that device; None if
+    the model does not exist yet. The directory needs only a config.json."""
     config = _model_config(settings.path)
     if config is None:
         return None
@@ -130,11 +130,11 @@ def model_sizes(settings: ModelSettings, lora: LoraSettings | None = None, devic
 
 
 def _per_token(config: PretrainedConfig, lora: LoraSettings | None) -> tuple[int, int]:
-    """Numbers in the key-value cache, and numbers kept for the way back.
+    """Return, per token, the number of values in the key-value cache and the number kept for the backward pass.
 
-    Kept, in each layer of a Llama-like model: both norms' inputs and outputs, queries, keys and values (repeated for
-    every head), what attention gives (twice), and the feed-forward layer's gate and up. An adapter keeps what follows
-    from those two as well, and its own small products.
+    Each layer of a Llama-like model keeps the inputs and outputs of both norms, queries, keys and values (repeated for
+    every head), the output of attention (twice), and gate and up of the feed-forward layer. With an adapter it also
+    keeps the results computed from gate and up, and the adapter's own intermediate results.
     """
     settings = config.to_dict()
     width, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
@@ -147,7 +147,7 @@ def _per_token(config: PretrainedConfig, lora: LoraSettings | None) -> tuple[int
 
 def _model_config(path: str) -> PretrainedConfig | None:
     def refuse(line: str) -> None:
-        raise _NotMade  # a source that has the model at hand has nothing to tell
+        raise _NotMade  # a source reports progress only if it has to create or download the model
 
     described = Path(path).expanduser()
     try:

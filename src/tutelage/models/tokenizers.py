@@ -1,4 +1,4 @@
-"""Text to token ids and back, by one thread at a time; and whether two models speak of the same tokens."""
+"""Thread-safe tokenizers, and the comparison of the vocabularies of two models."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tutelage.data.trajectory import Message
 from tutelage.models.sources import ModelError, resolve
 
 _UNFINISHED = "\ufffd"
-"""What a decoder puts in place of the bytes of a character that is not complete yet."""
+"""The replacement character that decoders emit for an incomplete character."""
 
 
 def load_tokenizer(path: str | Path, progress: Report | None = None) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a model, named as `resolve` names models. Nothing else may use it while a thread does."""
+    """Load the fast tokenizer of a model; `path` is as for `resolve`. The tokenizer is not thread-safe."""
     directory = resolve(str(path), progress)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -37,34 +37,34 @@ def load_tokenizer(path: str | Path, progress: Report | None = None) -> PreTrain
 
 
 class SafeTokenizer:
-    """A fast tokenizer behind a lock: two threads inside one at once is "RuntimeError: Already borrowed"."""
+    """A fast tokenizer with a lock, because concurrent use raises "RuntimeError: Already borrowed"."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, extra_eos_ids: Sequence[int] = ()) -> None:
         self._tokenizer: Any = tokenizer
         self._lock = Lock()
         own: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *extra_eos_ids]))
-        """ids that end an answer: the tokenizer's own first, then those of generation_config.json"""
+        """Ids that end an answer: that of the tokenizer first, then those of generation_config.json."""
         self.vocabulary: dict[str, int] = tokenizer.get_vocab()
-        """id of each token, added ones included"""
+        """The id of each token, including added tokens."""
         self.vocab_size: int = max(self.vocabulary.values()) + 1
-        """ids from 0 up to the last that has a token; an output head may be longer (padding)"""
+        """The largest id plus one; an output head may be larger because of padding."""
         template: Any = tokenizer.chat_template
         self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
 
     @classmethod
     def load(cls, path: str | Path, progress: Report | None = None) -> SafeTokenizer:
-        """The tokenizer of a model together with the end-of-turn ids of its generation config."""
+        """Load the tokenizer of a model with the end-of-turn ids of its generation config."""
         directory = resolve(str(path), progress)
         return cls(load_tokenizer(directory), _generation_eos(directory))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation, through the chat template."""
+        """Return the token ids of a conversation, formatted by the chat template."""
         options = {"tokenize": True, "return_dict": False, "add_generation_prompt": add_generation_prompt}
         return list(self._template(messages, options))
 
     def _templated(self, messages: Sequence[Message]) -> str:
-        """The text that `render` tokenises."""
+        """Return the text that `render` tokenises."""
         return str(self._template(messages, {"tokenize": False, "add_generation_prompt": True}))
 
     def _template(self, messages: Sequence[Message], options: dict[str, bool]) -> Any:
@@ -79,16 +79,16 @@ class SafeTokenizer:
             raise ModelError(f"the chat template refuses a conversation with roles [{roles}]: {error}") from error
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of plain text. `special` lets the tokenizer add what starts a text (a BOS token, if it has one)."""
+        """Return the token ids of plain text. `special` lets the tokenizer add special tokens such as BOS."""
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def lengths(self, prompts: Sequence[str | Sequence[Message]]) -> list[int]:
-        """How many ids `encode` gives for each text and `render` for each conversation: all in one call, which is
-        faster than one by one and uses all cores."""
+        """Return the number of token ids of each text (as by `encode`) or conversation (as by `render`). One call for
+        all prompts is faster, because it uses all cores."""
         texts = [prompt if isinstance(prompt, str) else self._templated(prompt) for prompt in prompts]
         counts = [0] * len(texts)
-        for special in (True, False):  # a template writes special tokens itself
+        for special in (True, False):  # chat templates write special tokens themselves
             places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
             if places:
                 batch, options = [texts[place] for place in places], {"return_attention_mask": False}
@@ -99,14 +99,14 @@ class SafeTokenizer:
         return counts
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of these ids; special tokens are shown unless they are to be skipped."""
+        """Return the text of these ids, with special tokens unless `skip_special` is set."""
         with self._lock:
             return self._decode(ids, skip_special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each id adds to the text; joined, they are `decode(ids)`.
+        """Return the text that each id adds; joined, the pieces equal `decode(ids)`.
 
-        A character whose bytes are spread over several ids belongs to the id that completes it; the others add "".
+        A character whose bytes are split over several ids belongs to the last of them; the others add "".
         """
         with self._lock:
             text = self._decode(ids)
@@ -114,7 +114,7 @@ class SafeTokenizer:
             return pieces if "".join(pieces) == text else self._pieces_by_prefix(ids, text)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the tokenizer's files into a directory."""
+        """Save the tokenizer to a directory."""
         with self._lock:
             self._tokenizer.save_pretrained(directory)
 
@@ -123,7 +123,7 @@ class SafeTokenizer:
         return str(self._tokenizer.decode(list(ids), **options))
 
     def _pieces_by_window(self, ids: Sequence[int]) -> list[str]:
-        """Decode each id with those since the last but one whole character: linear in the length."""
+        """Decode each id together with those since the last but one complete character, in linear time."""
         pieces, start, done = [], 0, 0
         for end in range(1, len(ids) + 1):
             before, now = self._decode(ids[start:done]), self._decode(ids[start:end])
@@ -134,7 +134,8 @@ class SafeTokenizer:
         return pieces
 
     def _pieces_by_prefix(self, ids: Sequence[int], text: str) -> list[str]:
-        """For decoders that rewrite earlier text when later ids arrive: cut the final text where each prefix agrees."""
+        """Split the final text where it agrees with the decoded prefixes, for decoders that change earlier text when
+        later ids arrive."""
         pieces, reached = [], 0
         for end in range(1, len(ids) + 1):
             prefix = self._decode(ids[:end])
@@ -147,10 +148,10 @@ class SafeTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class SharedVocabulary:
-    """The ids over which two models' distributions can be compared."""
+    """The ids over which the distributions of two models can be compared."""
 
     size: int
-    """ids 0 … size − 1 mean the same to both and are in both output heads"""
+    """Ids 0 … size − 1 are the same tokens in both models and exist in both output heads."""
     warnings: tuple[str, ...] = ()
 
 
@@ -163,10 +164,10 @@ def compare(
     student_name: str = "student",
     teacher_name: str = "teacher",
 ) -> SharedVocabulary:
-    """What two models share; ModelError if an id means different tokens to them.
+    """Return the shared vocabulary of two models. Raises ModelError if an id is a different token in each.
 
-    `…_head` is the number of rows of a model's output head. Heads are often padded beyond the tokenizer, to different
-    sizes in models of one family: ids that only one head has are fine as long as they have no token.
+    `…_head` is the number of rows of a model's output head. Heads are often padded beyond the tokenizer, and to
+    different sizes within one model family. Ids that only one head has are allowed if they have no token.
     """
     if student.vocabulary != teacher.vocabulary:
         raise ModelError(_difference(student, teacher, student_name, teacher_name))

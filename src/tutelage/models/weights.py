@@ -1,4 +1,4 @@
-"""Named weights of a model: which ones learn, and how saved ones get back in."""
+"""The trained weights of a model by name, and loading saved ones."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tutelage.models.sources import ModelError
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that learn, each once (tied weights under their first name)."""
+    """Yield the trained parameters by name, each once; tied weights have their first name."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 @torch.no_grad()
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters that learn this dtype, in place. To be called before anyone takes their values."""
+    """Convert the trained parameters to this dtype in place. Call this before their values are used."""
     for _, parameter in trainable(model):
         parameter.data = parameter.data.to(dtype)
 
 
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy saved weights into the parameters that learn, in place, so that whoever shares them sees them too."""
+    """Copy saved weights into the trained parameters in place, so that other users of the parameters see them."""
     copy_named(list(trainable(model)), tensors)
 
 
 @torch.no_grad()
 def copy_named(named: Iterable[tuple[str, nn.Parameter]], tensors: Mapping[str, Tensor]) -> None:
-    """The same for parameters given by name."""
+    """Like `copy_into`, for parameters given by name."""
     parameters = dict(named)
     if parameters.keys() != tensors.keys():
         other = sorted(parameters.keys() ^ tensors.keys())

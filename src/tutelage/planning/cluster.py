@@ -1,7 +1,7 @@
-"""The part of a plan that is about a cluster: which replica goes where, and what one device of each pool holds.
+"""The cluster part of a plan: the placement of replicas and the memory of one device of each pool.
 
-Sizes are estimates that start from config.json. The models of an engine with several devices are taken to be divided
-evenly among them, and what learns to be divided evenly among the learner's ranks.
+Sizes are estimates based on config.json. They assume that an engine with several devices splits its model evenly over
+them, and that trained weights are split evenly over the learner's ranks.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from tutelage.planning.memory import (
 )
 
 GATHERED_LAYERS = 2
-"""Decoder layers that a rank holds whole at once: the one that computes and the next, which is on its way."""
+"""The number of unsharded decoder layers on a rank at once: the current one and the next, which is prefetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPool:
-    """One pool: who lives there, where, and what a device of it holds."""
+    """A pool with its members, their places, and the memory of one of its devices."""
 
     name: str
     members: tuple[str, ...]
     settings: PoolSettings
     places: tuple[Place, ...]
-    """of its replicas; none if the cluster is not known, or too small"""
+    """The places of its replicas; empty if the cluster is unknown or too small."""
     memory: tuple[Item, ...]
-    """of one device"""
+    """The memory of one device."""
 
     @property
     def per_device(self) -> int:
@@ -65,7 +65,7 @@ class PlannedPool:
 
     @property
     def where(self) -> str:
-        """Devices by node."""
+        """The number of devices on each node, as text."""
         taken: Counter[str] = Counter()
         for share in (share for where in self.places for share in where.shares):
             taken[share.node] += share.devices
@@ -76,12 +76,12 @@ class PlannedPool:
 class ClusterPlan:
     pools: tuple[PlannedPool, ...]
     nodes: tuple[Node, ...] | None
-    """None: an existing cluster that has not been asked"""
+    """The nodes of the cluster; None for an existing cluster, which is not queried."""
     refusal: str | None
-    """why the pools do not fit"""
+    """Why the pools do not fit, or None."""
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that is printed. Sizes are in bytes; null is not known yet."""
+        """Return everything that is printed. Sizes are in bytes; null is unknown."""
         pools = [
             {
                 "name": pool.name,
@@ -100,7 +100,7 @@ class ClusterPlan:
 def plan_cluster(
     config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None], nodes: Sequence[Node] | None
 ) -> ClusterPlan:
-    """Places on these nodes; on this machine if none are given and the recipe starts a cluster of its own."""
+    """Place the pools on these nodes or, without nodes, on this machine if the recipe starts a local cluster."""
     if nodes is None and config.ray.address is None:
         nodes = [Node("this machine", config.ray.cpus, torch.cuda.device_count())]
     places: tuple[Place, ...] = ()
@@ -127,7 +127,7 @@ def plan_cluster(
 def _memory(
     config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None], member: Member, pool: PoolSettings
 ) -> Iterator[Item]:
-    """What one device holds for one member."""
+    """Yield the memory that one member needs on one device."""
     if member.key == "rollout.pool":
         return
     teacher = member.key.removeprefix("teachers.").removesuffix(".pool")
@@ -150,9 +150,9 @@ def _memory(
 
 
 def _learning(config: Config, algorithm: Algorithm, student: Sizes, pool: PoolSettings) -> Iterator[Item]:
-    """A rank has its slice of all that is kept, and the whole of what computes at the moment."""
+    """Yield the memory of one rank: its shard of weights and states, and the unsharded layers in use."""
     ranks, settings, learns = pool.replicas, config.optimizer, student.learns
-    sharded = ranks > 1  # slices of what learns are the masters; one rank has them beside the weights that compute
+    sharded = ranks > 1  # shards are the float32 masters; a single rank has masters in addition to the compute weights
     yield _part("learner weights", _kept(student) if sharded else student.adapted, ranks, "rank")
     if student.has_masters and not sharded:
         yield _part("learner masters", learns.float32, ranks, "rank")
@@ -172,13 +172,14 @@ def _learning(config: Config, algorithm: Algorithm, student: Sizes, pool: PoolSe
 
 
 def _kept(student: Sizes) -> Weights:
-    """All weights as ranks share them: what learns in float32, the rest as it computes."""
+    """Return the sharded weights: trained ones in float32, the others in the compute dtype."""
     more = student.learns.float32.bytes - student.learns.bytes
     return replace(student.adapted, bytes=student.adapted.bytes + more)
 
 
 def _gathered(config: Config, student: Sizes) -> Item:
-    """Whole on every rank: the ends from the forward pass to the end of the backward pass, layers as they compute."""
+    """Return the memory of unsharded weights on every rank: embedding and head during forward and backward, and decoder
+    layers while they are in use."""
     each = student.itemsize
     layer = (student.plain.numbers - student.ends.numbers) // student.layers
     taken = (student.ends.numbers + GATHERED_LAYERS * layer) * each
@@ -190,7 +191,7 @@ def _gathered(config: Config, student: Sizes) -> Item:
 
 
 def _heads(config: Config, sizes: Mapping[str, Sizes | None]) -> Iterator[Item]:
-    """The learner makes the full distribution of a teacher's hidden states, and needs its output head for that."""
+    """Yield the memory of the teachers' output heads, which the learner needs to compute their distributions."""
     for name, settings in config.teachers.items():
         teacher = sizes[f"teachers.{name}"]
         if teacher is None:
@@ -226,7 +227,7 @@ def _over(parts: int, unit: str) -> str:
 
 
 def show_cluster(planned: ClusterPlan, console: Console) -> None:
-    """The placement, what devices hold, asked against available; the refusal, if there is one."""
+    """Print the placement, the memory per device, requested and available devices, and why the pools do not fit."""
     console.print(_placement_table(planned))
     for line in _totals(planned):
         console.print(Text(line), soft_wrap=True)

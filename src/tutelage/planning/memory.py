@@ -1,4 +1,4 @@
-"""The memory that models, their updates and their caches take, counted without loading any of them."""
+"""Estimate the memory of models, their updates and their caches without loading them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from tutelage.modality.text_models import PREFIX_TOKENS
 from tutelage.models.sizes import Sizes, Weights
 
 LOGIT_BUFFERS = 3
-"""[actions, vocabulary] float32 buffers of a chunk that are alive at once: the logits, the log-probs (or the
-teacher's), and their gradient."""
+"""The number of float32 buffers [actions, vocabulary] of a chunk that exist at once: the logits, the log-probs (of the
+student or teacher), and their gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that takes memory."""
+    """A use of memory."""
 
     name: str
     bytes: int | None
-    """None: not known yet"""
+    """None if unknown."""
     how: str
-    """what was multiplied"""
+    """How the bytes were computed."""
 
 
 def optimizer_bytes(settings: TextOptimizerSettings, learns: Weights) -> int:
-    """AdamW keeps two float32 moments of every number and a step count per tensor; plain SGD keeps nothing."""
+    """Return the bytes of optimizer states: AdamW keeps two float32 moments of every weight and a step count per
+    tensor, SGD keeps nothing."""
     return 2 * learns.float32.bytes + torch.float32.itemsize * learns.tensors if settings.name == "adamw" else 0
 
 
 def critic_bytes(settings: TextOptimizerSettings, student: Sizes, *, rounded: bool) -> int:
-    """All that a critic keeps; `rounded`: its masters stand beside the weights that compute, if they are not the
-    same."""
+    """Return the bytes of a critic with gradients and optimizer. `rounded` counts weights in the compute dtype and, if
+    they differ, separate float32 masters."""
     learns = student.critic_learns
     weights = student.critic.bytes if rounded else student.critic.float32.bytes
     masters = learns.float32.bytes if rounded and student.has_masters else 0
@@ -45,7 +46,7 @@ def critic_bytes(settings: TextOptimizerSettings, student: Sizes, *, rounded: bo
 
 
 def activations(config: Config, student: Sizes) -> Item:
-    """What a micro-batch keeps for the way back."""
+    """Return the memory of the activations that a micro-batch keeps for the backward pass."""
     tokens, numbers = micro_batch(config), student.kept // student.itemsize
     inner = "2·inner" if config.student.lora is None else "4·inner + 7·rank"
     formula = f"layers × (4·width + 5·heads·head width + {inner})"
@@ -57,7 +58,7 @@ def activations(config: Config, student: Sizes) -> Item:
 
 
 def embedded_memory(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None]) -> Iterator[Item]:
-    """Everything in one process."""
+    """Yield the memory of a run in one process."""
     student = sizes["student"]
     if student is None:
         yield Item("student", None, not_made(config.student.path))
@@ -74,7 +75,7 @@ def embedded_memory(config: Config, algorithm: Algorithm, sizes: Mapping[str, Si
 
 
 def _learning(config: Config, algorithm: Algorithm, student: Sizes) -> Iterator[Item]:
-    """Everything that has the student's shape."""
+    """Yield the memory of the student, its updates and its cache."""
     settings, learns, critic = config.optimizer, student.learns, student.critic_learns
     adapter = "adapter only: " if config.student.lora is not None else ""
     moments = "two moments, and a step count per tensor" if settings.name == "adamw" else "keeps nothing"
@@ -102,7 +103,7 @@ def logits(settings: TextOptimizerSettings, student: Sizes) -> Item:
 
 
 def micro_batch(config: Config) -> int:
-    """Tokens of the largest one, unless a sequence is longer."""
+    """Return the number of tokens in the largest micro-batch, unless a sequence is longer."""
     longest = config.data.max_prompt_tokens + config.rollout.max_tokens
     return min(config.optimizer.micro_batch_tokens, config.prompts_per_step * config.rollout.samples * longest)
 
@@ -130,7 +131,7 @@ def not_made(path: str) -> str:
 
 
 def available_memory() -> int | None:
-    """Bytes that new work could get without swapping: what the kernel says, at most the container's limit."""
+    """Return the memory that is available without swapping, limited by that of the container, or None if unknown."""
     found: list[int] = []
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -146,7 +147,7 @@ def available_memory() -> int | None:
 
 
 def readable(count: int) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes for people."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:
             return f"{count / factor:.2f} {unit}"

@@ -1,7 +1,7 @@
-"""What a recipe will do, before it does it: the graph of a step, what travels through it, and the memory it takes.
+"""The plan of a recipe without running it: the graph of a step, the data that it transfers, and the memory it needs.
 
-The algorithm is the one that the run will use; what it adds to a batch is found by giving it two made-up rows. Models
-are built from their config.json on torch's meta device: shapes without weights, so nothing is loaded, made or fetched.
+The plan uses the algorithm of the run and finds the columns that it adds by calling it on two artificial rows. Models
+are built from their config.json on torch's meta device, so nothing is loaded, created or downloaded.
 """
 
 from __future__ import annotations
@@ -34,60 +34,60 @@ from tutelage.planning.cluster import ClusterPlan, plan_cluster, show_cluster
 from tutelage.planning.memory import Item, available_memory, embedded_memory, readable
 
 WIDE = 200
-"""Characters of a line where nobody looks on: a pipe or a file."""
+"""Line width for output to a pipe or file."""
 
 ColumnPlace = Literal["queue", "learner"]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of a step."""
+    """A stage of a step."""
 
     name: str
     detail: str
     parts: tuple[Stage, ...] = ()
-    """what happens side by side within it"""
+    """Its concurrent parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedColumn:
-    """One column of the batch."""
+    """A column of the batch."""
 
     name: str
     producer: str
     span: str
     dtype: str
     bytes: int | None
-    """of one value of its span: per token, per action or per row; None where a model's width is not known yet"""
+    """Bytes per token, action or row, depending on its span; None if the width of a model is unknown."""
     place: ColumnPlace
-    """it travels through the queue, or is added where the update is made"""
+    """Whether it goes through the queue or is added by the learner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `tutelage plan` prints."""
+    """The content of `tutelage plan`."""
 
     name: str
     note: str
-    """what is optimised, and whether exactly"""
+    """What is optimised, and whether exactly."""
     graph: tuple[Stage, ...]
     not_computed: tuple[str, ...]
-    """parts of a step that no loss of this recipe needs"""
+    """Parts of a step that no loss of this recipe needs."""
     columns: tuple[PlannedColumn, ...]
     rows: int
-    """trajectories of a step, one per episode"""
+    """The number of trajectories in a step, one per episode."""
     answer_tokens: int
-    """actions of the longest answer"""
+    """The number of actions in the longest answer."""
     models: tuple[Item, ...]
-    """memory of everything but the columns"""
+    """The memory of everything but the columns."""
     available: int | None
-    """bytes that this machine can give; None where it does not tell"""
+    """Available memory of this machine in bytes; None if unknown."""
     cluster: ClusterPlan | None = None
-    """where replicas live and what each device holds, if the run is not in one process"""
+    """The placement and the memory per device, if the run uses a cluster."""
 
     @property
     def bytes_per_action(self) -> int | None:
-        """Of all columns: an action's own values, and those of the token that it is."""
+        """The bytes of all columns per action, including the per-token columns of its token."""
         return _sum(column.bytes for column in self.columns if column.span != "row")
 
     @property
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def step_bytes(self) -> int | None:
-        """All columns of a step in which every answer is as long as it may be; prompts are not counted."""
+        """The bytes of all columns of a step if every answer has maximum length, without prompts."""
         action, row = self.bytes_per_action, self.bytes_per_row
         return None if action is None or row is None else self.rows * (self.answer_tokens * action + row)
 
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Memory of all that is known."""
+        """The sum of all known memory, in bytes."""
         return sum(item.bytes or 0 for item in self.memory)
 
     @property
     def complete(self) -> bool:
-        """The total lacks nothing."""
+        """Whether all sizes in the total are known."""
         return all(item.bytes is not None for item in self.memory)
 
     @property
@@ -121,11 +121,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Every replica has a place."""
+        """Whether every replica has a place."""
         return self.cluster is None or self.cluster.refusal is None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that is printed, and the sums. Sizes are in bytes; null is not known yet."""
+        """Return everything that is printed, with totals. Sizes are in bytes; null is unknown."""
         return {
             **{name: value for name, value in asdict(self).items() if name not in ("models", "cluster")},
             "bytes_per_action": self.bytes_per_action,
@@ -141,8 +141,10 @@ class Plan:
 
 
 def plan(config: Config, nodes: Sequence[Node] | None = None) -> Plan:
-    """Work everything out, on a cluster of those nodes if the runtime is one. Raises UserError with all models that
-    cannot be used."""
+    """Return the plan of a run; with runtime ray, `nodes` is the cluster.
+
+    Raises UserError with all models that cannot be used.
+    """
     for file in config.plugins:
         load_plugin(file)
     algorithm, sizes = build_algorithm(config), _all_sizes(config)
@@ -245,7 +247,8 @@ def _not_computed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def _travelling(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None]) -> Iterator[PlannedColumn]:
-    """What rows carry through the queue: what every row has, what the algorithm waits for, and who judged it."""
+    """Yield the columns that go through the queue: those of every row, those that the algorithm needs, and the index of
+    the teacher."""
     present = {*algorithm.needs, *(["teacher_index"] if config.teachers else [])}
     widths = [None if size is None else size.width for key, size in sizes.items() if key != "student"]
     width = max((each for each in widths if each is not None), default=None) if None not in widths else None
@@ -258,7 +261,8 @@ def _travelling(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes 
 
 
 def _added(algorithm: Algorithm) -> Iterator[PlannedColumn]:
-    """What the learner adds, found out on two rows of three actions, in the order of a step."""
+    """Yield the columns that the learner adds, in the order of a step. They are found by running the algorithm on two
+    rows of three actions."""
     batch = _made_up(algorithm.needs)
     actions = batch.columns["behaviour_logp"]
     for derived in algorithm.derives:
@@ -289,7 +293,7 @@ def _column(
 
 
 def _made_up(needs: Iterable[str]) -> Batch:
-    """A group of two episodes with one prompt token and three actions each."""
+    """Return an artificial group of two episodes with one prompt token and three actions each."""
     columns: dict[str, Ragged] = {}
     rows: dict[str, Tensor] = {}
     lengths = {"sequence": 4, "action": 3, "step": 3, "row": 1}
@@ -307,7 +311,7 @@ def _made_up(needs: Iterable[str]) -> Batch:
 
 
 def _all_sizes(config: Config) -> dict[str, Sizes | None]:
-    """By key of the recipe. All models that cannot be used are reported together."""
+    """Return the sizes of all models by their key in the recipe. Errors are reported together."""
     models: dict[str, ModelSettings] = {"student": config.student}
     models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
     sizes: dict[str, Sizes | None] = {}
@@ -324,7 +328,7 @@ def _all_sizes(config: Config) -> dict[str, Sizes | None]:
 
 
 def _sizes(config: Config, key: str, settings: ModelSettings) -> Sizes | None:
-    """In the dtype that the model has where it lives."""
+    """Return the sizes of a model in the dtype that it has in this run, or None if it does not exist yet."""
     lora = config.student.lora if key == "student" else None
     member = "engine.pool" if key == "student" else f"{key}.pool"
     on_gpu = config.runtime == "ray" and any(
@@ -337,7 +341,7 @@ def _sizes(config: Config, key: str, settings: ModelSettings) -> Sizes | None:
 
 
 def show(planned: Plan, console: Console | None = None) -> None:
-    """The note, the graph, the columns, the memory or the placement."""
+    """Print the note, the graph, the columns, and the memory or the placement."""
     if console is None:
         console = Console(highlight=False)
         console = console if console.is_terminal else Console(highlight=False, width=WIDE)
@@ -355,7 +359,7 @@ def show(planned: Plan, console: Console | None = None) -> None:
 
 
 def graph_lines(planned: Plan) -> list[str]:
-    """The step from top to bottom; what happens side by side is indented."""
+    """Return the stages of a step as lines of text, with concurrent parts indented."""
     lines: list[str] = []
     for number, stage in enumerate(planned.graph):
         lines.append(f"{'→ ' if number else '  '}{stage.name}: {stage.detail}")

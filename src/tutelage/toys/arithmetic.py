@@ -1,11 +1,11 @@
-"""A tiny model that adds two numbers and mostly forgets to carry: `toy:arithmetic`, a start for reinforcement learning.
+"""`toy:arithmetic`: a tiny language model that adds two numbers but mostly forgets to carry.
 
-It is trained here, in well under a minute, in two phases. First it learns to add. Then it sees, for problems in which
-a digit carries over, mostly the sums that a careless pupil writes: each column added on its own, the carry dropped
-(37+85 = 12). So its likeliest answer is wrong wherever there is a carry, the right one is still among a few samples,
-and what a reward has to teach (always carry) holds for problems that it never saw.
+It is trained on first use, in well under a minute and in two phases. First it learns to add. Then, for problems with a
+carry, it mostly sees sums without the carry (37+85 = 12). Its most likely answer is therefore wrong if there is a
+carry, but a few samples usually include the right one. Reinforcement learning can teach it to always carry, which
+generalises to new problems.
 
-Every step depends on the seed alone: the same seed gives the same weights on one machine.
+Training depends only on the seed: the same seed gives the same weights on one machine.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ _IDS = {token: i for i, token in enumerate([*_SYMBOLS, _PAD, _EOS, _UNKNOWN])}
 _NO_TARGET = -100
 _PROMPT_TOKENS = 6
 _ANSWER_TOKENS = 4
-"""three digits and the end"""
+"""Three digits and the end token."""
 _TEST_PAIRS = 300
 _DATA_SEED = 20
 _RECIPE = 1
-"""Part of the cached directory's name; raised when the training changes, so that older results are not used."""
+"""Version in the name of the cached directory. Increase it when the training changes."""
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class ArithmeticRecipe:
-    """How the model is made."""
+    """Hyperparameters of the model and its training."""
 
     hidden: int = 96
     layers: int = 2
     heads: int = 3
     feed_forward: int = 256
     steps: int = 800
-    """updates in all"""
+    """Total number of updates."""
     correct_steps: int = 550
-    """the first of them, which see right answers only"""
+    """Number of initial updates that see only right answers."""
     forget: float = 0.72
-    """after those: how often a sum with a carry is shown without it"""
+    """Probability that a sum with a carry is shown without it, after the initial updates."""
     slip: float = 0.02
-    """after those: how often a digit of the answer is drawn at random"""
+    """Probability that a digit of the answer is random, after the initial updates."""
     batch: int = 128
     lr: float = 3e-3
     warmup: int = 50
     decay: int = 150
-    """last updates, in which the learning rate falls to 0"""
+    """Number of final updates in which the learning rate falls to 0."""
 
 
 def problems() -> tuple[list[Pair], list[Pair]]:
-    """Operand pairs to train on and to test on, all of two digits; none is in both, in either order."""
+    """Return pairs of two-digit operands for training and for testing, which do not overlap in either order."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     shuffled = random.Random(_DATA_SEED)
     shuffled.shuffle(pairs)
@@ -85,8 +85,8 @@ def write_problems(directory: Path) -> None:
 
 
 def from_toy(path: str, report: Report) -> Path:
-    """The directory of `toy:arithmetic` (seed 0) or `toy:arithmetic-SEED`, trained once per machine; with `-careful`
-    before the seed, of one that only ever saw right answers: a teacher."""
+    """Return the directory of `toy:arithmetic` (seed 0) or `toy:arithmetic-SEED`. The model is trained on first use and
+    cached. With `-careful` before the seed, it sees only right answers and can serve as a teacher."""
     match = re.fullmatch(r"toy:arithmetic(-careful)?(?:-(\d{1,9}))?", path)
     if match is None:
         raise ModelError(
@@ -104,7 +104,7 @@ def from_toy(path: str, report: Report) -> Path:
 
 
 def build(directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, report: Report | None = None) -> None:
-    """Train the model and write it with its tokenizer into a directory. The global random state is left as it was."""
+    """Train the model and save it with its tokenizer to a directory. The global random state is preserved."""
     recipe = recipe or ArithmeticRecipe()
     with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
         torch.manual_seed(seed)
@@ -116,7 +116,7 @@ def build(directory: Path, seed: int, recipe: ArithmeticRecipe | None = None, re
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; anything but digits, + and = is the unknown token."""
+    """Return a tokenizer with one token per character; anything but digits, + and = is the unknown token."""
     inner = Tokenizer(models.WordLevel(vocab=dict(_IDS), unk_token=_UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.decoder = decoders.Fuse()
@@ -150,7 +150,7 @@ def _config(recipe: ArithmeticRecipe) -> LlamaConfig:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums in another order give other bits, and these matrices are too small for more threads to help."""
+    """Use one thread, so that results do not depend on the number of threads. The matrices are too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,11 +164,11 @@ class _Examples:
     """All training pairs in both orders."""
 
     prompts: Tensor
-    """int64 [pairs, 6]"""
+    """int64 [pairs, 6]."""
     right: Tensor
-    """int64 [pairs, 4]: the sum and the end, filled up with _NO_TARGET"""
+    """int64 [pairs, 4]: the sum and the end token, padded with _NO_TARGET."""
     careless: Tensor
-    """int64 [pairs, 4]: the sum without carries; the same as `right` where there are none"""
+    """int64 [pairs, 4]: the sum without carries; equal to `right` if there are none."""
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> _Examples:
@@ -177,7 +177,7 @@ class _Examples:
         return cls(prompts, _answers(both, lambda a, b: str(a + b)), _answers(both, _without_carry))
 
     def draw(self, recipe: ArithmeticRecipe, mistakes: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A batch of prompts and of answers, with or without mistakes in them."""
+        """Draw a batch of prompts and answers, with or without mistakes."""
         rows = torch.randint(len(self.prompts), (recipe.batch,), generator=generator)
         if not mistakes:
             return self.prompts[rows], self.right[rows]
@@ -190,7 +190,7 @@ class _Examples:
 
 
 def _train(model: LlamaForCausalLM, recipe: ArithmeticRecipe, generator: torch.Generator, report: Report) -> None:
-    """Cross-entropy on the answers, with AdamW."""
+    """Train with cross-entropy on the answers and AdamW."""
     examples = _Examples.of(problems()[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
     model.train()
@@ -207,7 +207,7 @@ def _train(model: LlamaForCausalLM, recipe: ArithmeticRecipe, generator: torch.G
 
 
 def _loss(model: LlamaForCausalLM, prompts: Tensor, answers: Tensor) -> Tensor:
-    """Mean over answer tokens; the model reads the prompt and the answer up to the token before."""
+    """Return the mean cross-entropy over answer tokens."""
     inputs = torch.cat([prompts, answers[:, :-1].clamp(min=0)], dim=1)
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[:, _PROMPT_TOKENS - 1 :])
@@ -215,7 +215,7 @@ def _loss(model: LlamaForCausalLM, prompts: Tensor, answers: Tensor) -> Tensor:
 
 
 def _rate(step: int, recipe: ArithmeticRecipe) -> float:
-    """Share of the peak learning rate: up, level, down."""
+    """Return the fraction of the peak learning rate: warm-up, constant, decay."""
     return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / recipe.decay)
 
 
@@ -224,11 +224,11 @@ def _prompt(a: int, b: int) -> str:
 
 
 def _without_carry(a: int, b: int) -> str:
-    """Each column added on its own; equal to the sum exactly where nothing carries."""
+    """Add each column separately and drop carries; equal to the sum if there is no carry."""
     return f"{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
 def _answers(pairs: Sequence[Pair], answer: Callable[[int, int], str]) -> Tensor:
-    """int64 [pairs, 4]: digits, the end, filled up."""
+    """Return the answers as int64 [pairs, 4]: digits, the end token, padding."""
     rows = [[*(_IDS[digit] for digit in answer(a, b)), _IDS[_EOS]] for a, b in pairs]
     return torch.tensor([row + [_NO_TARGET] * (_ANSWER_TOKENS - len(row)) for row in rows])

@@ -1,11 +1,11 @@
-"""A tiny image model that draws digits well and obeys badly: `toy:digits`, a start for FlowGRPO, and its two judges.
+"""`toy:digits`: a tiny diffusion model of digits that often ignores its prompt, and two classifiers to score it.
 
-It is a Stable Diffusion 3 pipeline like any other (`toy_images`), trained in a minute or two on scikit-learn's 8×8
-digits, of which almost half come with the caption of another digit. So it draws what the caption says about half of the
-time, and a reward has to teach it to obey.
+The model is a Stable Diffusion 3 pipeline (`toys.images`), trained in a minute or two on scikit-learn's 8×8 digits.
+Almost half of the training images have the caption of another digit, so the model draws the requested digit about half
+of the time, and FlowGRPO can improve it with a reward.
 
-`toy:digit-classifier` (a network, the reward) and `toy:digit-judge` (kernel machines, the gold measure) tell which
-digit an image shows. They learn from different images, and the second is never trained on.
+`toy:digit-classifier` (a neural network, the reward) and `toy:digit-judge` (support vector machines, an independent
+metric) classify images. They are trained on different images, and the judge is never used as a reward.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ WORDINGS = (
 )
 PIXELS = 8
 _WHITE = 16.0
-"""of scikit-learn's digits"""
+"""The largest pixel value of scikit-learn's digits."""
 _SPLIT_SEED = 20
 _FIRST_HALF, _SECOND_HALF = slice(0, 898), slice(898, None)
 _GAMMA = 0.1
 _RECIPE = 1
-"""Part of the cached directory's name; raised when the training changes, so that older results are not used."""
+"""Version in the name of the cached directory. Increase it when the training changes."""
 
 
 RECIPE = ImageRecipe(pixels=PIXELS, channels=1, wrong=0.45, steps=800, batch=128, decay=400)
 
 
 def prompts() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Prompts with their digits, to train on and to test on.
+    """Return training prompts and test prompts, each with its digit.
 
-    Each word and each wording is in both; what a test prompt holds back is the combination of the two.
+    Every word and every phrasing occurs in both; only their combinations in the test prompts are new.
     """
     train: list[tuple[str, int]] = []
     test: list[tuple[str, int]] = []
@@ -76,8 +76,8 @@ def write_prompts(directory: Path) -> None:
 
 
 def from_toy(path: str, report: Report) -> Path:
-    """The directory of `toy:digits` (seed 0), `toy:digits-SEED`, `toy:digit-classifier` or `toy:digit-judge`, made once
-    per machine."""
+    """Return the directory of `toy:digits` (seed 0), `toy:digits-SEED`, `toy:digit-classifier` or `toy:digit-judge`.
+    The model is trained on first use and cached."""
     if path == "toy:digit-classifier":
         return made_once(
             f"toy-digit-classifier-{_RECIPE}", "training a digit classifier", build_classifier, report, Path.is_dir
@@ -94,17 +94,18 @@ def from_toy(path: str, report: Report) -> Path:
 
 
 def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
-    """Train the image model and write its pipeline."""
+    """Train the diffusion model and save its pipeline."""
     toy_images.build(directory, seed, words(), recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 
 
 def words() -> list[str]:
-    """Of all prompts."""
+    """Return the words that occur in prompts."""
     return sorted({word for rows in prompts() for prompt, _ in rows for word in prompt.split()})
 
 
 def images(part: slice) -> tuple[Tensor, Tensor]:
-    """Some of scikit-learn's digits in a fixed random order: float32 [images, 1, 8, 8] from 0 to 1, int64 [images]."""
+    """Return a slice of scikit-learn's digits in a fixed random order: pixels, float32 [images, 1, 8, 8] from 0 to 1,
+    and labels, int64 [images]."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
@@ -117,16 +118,16 @@ def images(part: slice) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Captioned:
-    """The images and the captions that they are shown with."""
+    """The training images and captions."""
 
     pixels: Tensor
-    """float32 [images, 1, 8, 8], from −1 to 1"""
+    """float32 [images, 1, 8, 8], from −1 to 1."""
     digits: Tensor
-    """int64 [images]"""
+    """int64 [images]."""
     text: Tensor
-    """[10, captions, tokens, width]: the encoded training prompts of each digit"""
+    """[10, captions, tokens, width]: the encoded training prompts of each digit."""
     pooled: Tensor
-    """[10, captions, width]"""
+    """[10, captions, width]."""
 
     @classmethod
     def of(cls, pipe: Any) -> _Captioned:
@@ -136,7 +137,7 @@ class _Captioned:
         return cls(pixels * 2 - 1, digits, text.unflatten(0, (10, -1)), pooled.unflatten(0, (10, -1)))
 
     def draw(self, recipe: ImageRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch of images with text and pooled text, some of them of a random digit."""
+        """Draw a batch of images, text and pooled text; some captions name a random digit."""
         count = (recipe.batch,)
         rows = torch.randint(len(self.digits), count, generator=generator)
         wrong = torch.rand(count, generator=generator) < recipe.wrong
@@ -146,9 +147,9 @@ class _Captioned:
 
 
 def build_classifier(directory: Path) -> None:
-    """Train the network that rewards, on the first half of the images, with noise so that speckles do not fool it.
+    """Train the classifier of the reward on the first half of the images, with noise to make it robust.
 
-    Written as tensors `N.weight`, `N.bias` of its linear layers, with ReLU between them.
+    It is saved as the tensors `N.weight` and `N.bias` of its linear layers, which have ReLU between them.
     """
     with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
         torch.manual_seed(0)
@@ -170,10 +171,10 @@ def build_classifier(directory: Path) -> None:
 
 
 def build_judge(directory: Path) -> None:
-    """Fit one support vector machine for each digit, on the other half of the images.
+    """Fit one support vector machine per digit on the second half of the images.
 
-    Written as `vectors` [vectors, pixels], `weight` [digits, vectors], `bias` [digits] and `gamma`: the scores of an
-    image x are weight · e^(−gamma·|vectors − x|²) + bias.
+    They are saved as `vectors` [vectors, pixels], `weight` [digits, vectors], `bias` [digits] and `gamma`: the scores
+    of an image x are weight · e^(−gamma·|vectors − x|²) + bias.
     """
     from sklearn.svm import SVC  # type: ignore[import-untyped,unused-ignore]
 

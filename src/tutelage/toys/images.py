@@ -1,7 +1,8 @@
-"""What the tiny image models share: a Stable Diffusion 3 pipeline with random text encoders, and its flow matching.
+"""The common part of the tiny diffusion models: a Stable Diffusion 3 pipeline with random text encoders, and its
+training.
 
-The transformer is the only part that is trained. Text encoders keep their random weights, which tell words apart; the
-autoencoder hands pixels through. Everything depends on the seed alone: the same seed gives the same weights on one
+Only the transformer is trained. The text encoders keep their random weights, which is enough to distinguish words, and
+the autoencoder passes pixels through. Training depends only on the seed: the same seed gives the same weights on one
 machine.
 """
 
@@ -34,36 +35,37 @@ _diffusers: Any = diffusers
 """Untyped."""
 _PAD, _END, _UNKNOWN = "<pad>", "<end>", "<unknown>"
 _TOKENS = 4
-"""that a prompt is padded to: three words and the end"""
+"""Padded length of a prompt: three words and the end token."""
 _TEXT_WIDTH = 32
 
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """How an image model is made."""
+    """Hyperparameters of a model and its training."""
 
     pixels: int
-    """a side of its pictures"""
+    """Height and width of an image."""
     channels: int
     wrong: float
-    """how often a picture comes with a caption that is not its own"""
+    """Probability that an image has a wrong caption."""
     steps: int
     batch: int
     decay: int
-    """last updates, in which the learning rate falls to 0"""
+    """Number of final updates in which the learning rate falls to 0."""
     shift: float = 1.0
-    """above 1 moves σ up, in training and sampling alike"""
+    """Shift of the noise schedule; above 1 increases σ in training and sampling."""
     heads: int = 4
     head_width: int = 32
     layers: int = 2
     patch: int = 4
-    """pixels a side that one token stands for"""
+    """Height and width of the patch of one token."""
     lr: float = 2e-3
     warmup: int = 100
 
 
 def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., None], report: Report) -> Path | None:
-    """The directory of `toy:NAME` (seed 0) or `toy:NAME-SEED`, made once per machine; None if it is neither."""
+    """Return the directory of `toy:NAME` (seed 0) or `toy:NAME-SEED`, or None for any other path. The model is trained
+    on first use and cached."""
     match = re.fullmatch(rf"toy:{name}(?:-(\d{{1,9}}))?", path)
     if match is None:
         return None
@@ -78,7 +80,7 @@ def by_seed(path: str, name: str, version: int, what: str, build: Callable[..., 
 
 
 DrawBatch = Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor]]
-"""A batch: pictures from −1 to 1, their captions' text and pooled text."""
+"""Draws a batch of images from −1 to 1, with the encoded text and pooled text of their captions."""
 
 
 def build(
@@ -89,7 +91,7 @@ def build(
     captioned: Callable[[Any], DrawBatch],
     report: Report | None = None,
 ) -> None:
-    """Train on what `captioned(pipeline)` draws and write the pipeline. The global random state is left as it was."""
+    """Train on the batches of `captioned(pipeline)` and save the pipeline. The global random state is preserved."""
     with torch.random.fork_rng(devices=[]), one_thread(), torch.enable_grad():
         torch.manual_seed(seed)
         pipe = _pipeline(words, recipe)
@@ -99,7 +101,7 @@ def build(
 
 @torch.no_grad()
 def encoded(pipe: Any, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Text [captions, tokens, width] and pooled text [captions, width]."""
+    """Return the encoded text [captions, tokens, width] and pooled text [captions, width]."""
     text, _, pooled, _ = pipe.encode_prompt(
         list(captions), None, None, do_classifier_free_guidance=False, max_sequence_length=_TOKENS
     )
@@ -107,7 +109,7 @@ def encoded(pipe: Any, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
 
 
 def tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token a word, then the end."""
+    """Return a tokenizer with one token per word, followed by the end token."""
     ids = {token: i for i, token in enumerate([_PAD, _END, _UNKNOWN, *words])}
     inner = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -124,11 +126,11 @@ def tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def identity_vae(channels: int, pixels: int) -> Any:
-    """An autoencoder whose latents are the pixels, to about 1e-3.
+    """Return an autoencoder whose latents equal the pixels, to about 1e-3.
 
-    Between its first and last convolution lie a group norm and SiLU. Each channel goes through as x and −x, next to K
-    and −K: the mean is 0 and, with a large K, the variance nearly the same for every picture, so the norm only
-    rescales; and silu(y) − silu(−y) = y.
+    Between its first and last convolution there are a group norm and SiLU. Each channel is passed through as x and −x,
+    together with constants K and −K. The mean is then 0 and, for a large K, the variance is nearly the same for every
+    image, so the norm only rescales; and silu(y) − silu(−y) = y.
     """
     vae = _diffusers.AutoencoderKL(
         in_channels=channels,
@@ -192,7 +194,7 @@ def _pipeline(words: Sequence[str], recipe: ImageRecipe) -> Any:
 
 
 def _clip(vocabulary: int) -> Any:
-    """Random, with embeddings of the size that training would give them."""
+    """Return a random text encoder whose embeddings have the scale of trained ones."""
     settings: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     model: Any = CLIPTextModelWithProjection(
         CLIPTextConfig(
@@ -217,7 +219,7 @@ def _t5(vocabulary: int) -> Any:
 
 
 def _train(pipe: Any, recipe: ImageRecipe, draw: DrawBatch, generator: torch.Generator, report: Report) -> None:
-    """Flow matching with AdamW: at x_σ = (1 − σ)·data + σ·noise, predict noise − data."""
+    """Train with flow matching and AdamW: at x_σ = (1 − σ)·data + σ·noise, predict noise − data."""
     model = pipe.transformer
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     model.train()
@@ -246,5 +248,5 @@ def _train(pipe: Any, recipe: ImageRecipe, draw: DrawBatch, generator: torch.Gen
 
 
 def _rate(step: int, recipe: ImageRecipe) -> float:
-    """Share of the peak learning rate: up, level, down."""
+    """Return the fraction of the peak learning rate: warm-up, constant, decay."""
     return min(1.0, (step + 1) / recipe.warmup, (recipe.steps - step) / recipe.decay)

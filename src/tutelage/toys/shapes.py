@@ -1,9 +1,10 @@
-"""A tiny image model that paints coloured shapes and obeys badly: `toy:shapes`, a start for FlowGRPO.
+"""`toy:shapes`: a tiny diffusion model of coloured shapes that often ignores its prompt, for FlowGRPO.
 
-Like `toy:digits` it is a Stable Diffusion 3 pipeline (`toy_images`), trained in a few minutes. Its pictures are 16×16
-pixels, gray with one shape of 7×7; a caption names colour, shape and place (`red ring top-left`), and in training the
-picture departs from colour and place about half of the time, from the shape a quarter. So all three are right about
-once in six times. Captions that are tested on are combinations never seen.
+Like `toy:digits` it is a Stable Diffusion 3 pipeline (`toys.images`), trained in a few minutes. Its images have 16×16
+pixels: a gray background with one shape of 7×7. A caption names colour, shape and place (`red ring top-left`). In
+training, the image has another colour or place than the caption about half of the time each, and another shape a
+quarter of the time, so all three are right about once in six times. Test captions are combinations that training does
+not use.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ COLOURS = {
     "yellow": (1.0, 1.0, -1.0),
     "purple": (1.0, -1.0, 1.0),
 }
-"""RGB from −1 to 1; the background is 0, gray"""
+"""RGB values from −1 to 1; the gray background is 0."""
 SHAPES = ("square", "ring", "cross", "triangle")
 PLACES = ("top-left", "top-right", "bottom-left", "bottom-right")
 PIXELS = 16
 _SIDE = 7
-"""pixels of a shape, in the upper left of its quarter of the picture"""
+"""Height and width of a shape, which lies in the upper left of its quadrant."""
 WORDS = (*COLOURS, *SHAPES, *PLACES)
 RECIPE = ImageRecipe(pixels=PIXELS, channels=3, wrong=0.55, steps=2200, batch=64, decay=1200, shift=3.0)
-"""σ is shifted up: there it is decided what the picture shows."""
+"""σ is shifted up because high noise levels decide the content of the image."""
 _WRONG = (1.0, 0.5, 1.0)
-"""Share of the recipe's `wrong` for colour, shape and place: shapes differ least and are the hardest to teach later."""
+"""Fraction of the recipe's `wrong` for colour, shape and place. It is lower for shapes, which are the hardest to
+improve later."""
 _VERSION = 1
-"""Part of the cached directory's name; raised when the training changes, so that older results are not used."""
+"""Version in the name of the cached directory. Increase it when the training changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a caption asks for, as positions in COLOURS, SHAPES and PLACES."""
+    """The content of an image, as indices into COLOURS, SHAPES and PLACES."""
 
     colour: int
     shape: int
@@ -59,17 +61,18 @@ class Scene:
 
     @property
     def held_out(self) -> bool:
-        """A quarter of all: any two of the words are seen together in training, these three are not."""
+        """Whether the combination is reserved for testing (a quarter of all). Every pair of its words occurs in
+        training."""
         return (self.colour + self.shape + self.place) % 4 == 0
 
 
 def scenes() -> list[Scene]:
-    """All of them, by colour, shape and place."""
+    """Return all scenes, sorted by colour, shape and place."""
     return [Scene(*each) for each in product(range(len(COLOURS)), range(len(SHAPES)), range(len(PLACES)))]
 
 
 def write_prompts(directory: Path) -> None:
-    """Write train.jsonl and test.jsonl: the caption, which is the ground truth too."""
+    """Write train.jsonl and test.jsonl: the caption, which is also the ground truth."""
     for name, held_out in (("train", False), ("test", True)):
         captions = [scene.caption for scene in scenes() if scene.held_out == held_out]
         lines = (json.dumps({"prompt": caption, "ground_truth": caption}) + "\n" for caption in captions)
@@ -77,7 +80,8 @@ def write_prompts(directory: Path) -> None:
 
 
 def from_toy(path: str, report: Report) -> Path:
-    """The directory of `toy:shapes` (seed 0) or `toy:shapes-SEED`, made once per machine."""
+    """Return the directory of `toy:shapes` (seed 0) or `toy:shapes-SEED`. The model is trained on first use and
+    cached."""
     found = toy_images.by_seed(path, "shapes", _VERSION, "training a tiny model that paints shapes", build, report)
     if found is None:
         raise ModelError(
@@ -87,12 +91,12 @@ def from_toy(path: str, report: Report) -> Path:
 
 
 def build(directory: Path, seed: int, recipe: ImageRecipe = RECIPE, report: Report | None = None) -> None:
-    """Train the image model and write its pipeline."""
+    """Train the diffusion model and save its pipeline."""
     toy_images.build(directory, seed, WORDS, recipe, lambda pipe: partial(_Captioned.of(pipe).draw, recipe), report)
 
 
 def paint(scene: Scene) -> Tensor:
-    """float32 [3, 16, 16] from −1 to 1."""
+    """Render a scene as float32 [3, 16, 16] from −1 to 1."""
     y, x = torch.meshgrid(*[torch.arange(_SIDE) - _SIDE // 2] * 2, indexing="ij")
     inside = {
         "square": torch.ones_like(x, dtype=torch.bool),
@@ -109,16 +113,16 @@ def paint(scene: Scene) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Captioned:
-    """All pictures, and the captions that they are shown with: none that is held out."""
+    """All images and captions, without the captions reserved for testing."""
 
     pixels: Tensor
-    """float32 [colours, shapes, places, 3, 16, 16]"""
+    """float32 [colours, shapes, places, 3, 16, 16]."""
     text: Tensor
-    """[colours, shapes, places, tokens, width]: the encoded captions"""
+    """[colours, shapes, places, tokens, width]: the encoded captions."""
     pooled: Tensor
-    """[colours, shapes, places, width]"""
+    """[colours, shapes, places, width]."""
     allowed: Tensor
-    """int64 [captions, 3]: colour, shape and place of those that are not held out"""
+    """int64 [captions, 3]: colour, shape and place of the training captions."""
 
     @classmethod
     def of(cls, pipe: Any) -> _Captioned:
@@ -129,7 +133,7 @@ class _Captioned:
         return cls(pixels.unflatten(0, each), text.unflatten(0, each), pooled.unflatten(0, each), torch.tensor(allowed))
 
     def draw(self, recipe: ImageRecipe, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch of pictures with text and pooled text; what each word says is at times replaced in the picture."""
+        """Draw a batch of images, text and pooled text; the images sometimes differ from their captions."""
         said = self.allowed[torch.randint(len(self.allowed), (recipe.batch,), generator=generator)]
         wrong = torch.rand(said.shape, generator=generator) < recipe.wrong * torch.tensor(_WRONG)
         anything = [torch.randint(count, (recipe.batch,), generator=generator) for count in self.text.shape[:3]]

@@ -1,4 +1,4 @@
-"""Rewards to advantages, against plain loops in float64."""
+"""Test advantages against plain loops in float64."""
 
 from __future__ import annotations
 

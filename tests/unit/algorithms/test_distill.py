@@ -1,7 +1,7 @@
-"""The distillation algorithm: which payload, which columns, and that its losses have the gradient they state.
+"""Test the distillation algorithm: its payloads, its columns, and that its losses have the claimed gradients.
 
-The student is a table: its hidden states are its logits and its head is the identity, so that expectations over the
-sampled token can be enumerated.
+The hidden states of the student are its logits and its head is the identity, so that expectations over the sampled
+token can be enumerated.
 """
 
 from __future__ import annotations

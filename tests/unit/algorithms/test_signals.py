@@ -1,4 +1,4 @@
-"""From the config's words to algorithms and rewards, and what is said about words that do not fit."""
+"""Test the construction of algorithms and rewards from settings, and the errors for settings that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places of replicas: nothing is promised twice, nothing straddles unasked, and a refusal is right and has numbers."""
+"""Test the placement of replicas: no device is used twice, none straddles unasked, refusals are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is loaded is what was saved, whatever happened in between; what cannot be trusted is refused."""
+"""Test checkpoints: loading returns what was saved, even after failures, and damaged checkpoints are refused."""
 
 from __future__ import annotations
 

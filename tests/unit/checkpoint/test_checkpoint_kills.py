@@ -1,4 +1,4 @@
-"""A process that saves checkpoints is killed at every call into the file system, and at random moments."""
+"""Kill a process that saves checkpoints at every file system call and at random moments."""
 
 from __future__ import annotations
 

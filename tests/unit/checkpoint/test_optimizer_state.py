@@ -1,4 +1,4 @@
-"""Optimizer and random generators through a checkpoint: training goes on bit for bit."""
+"""Test optimizer and random states in checkpoints: training continues bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes, overrides, origins, mistakes, and what `config show` leaves out."""
+"""Test recipes, overrides, origins, mistakes, and what `config show` omits."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_null_takes_a_teacher_away() -> None:
 
 def test_null_for_a_required_section_is_traced_to_where_it_was_said() -> None:
     mistake = only_mistake(write("a.yaml"), "student=null")
-    assert mistake == ("student", "command line", "required but not set: The model that learns.")
+    assert mistake == ("student", "command line", "required but not set: The model to train.")
 
 
 def test_null_for_a_plain_value_is_a_value() -> None:
@@ -219,7 +219,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ("steps", "a.yaml:11", "expects a whole number, got 1.5"),
         ("student.path", "a.yaml:3", "expects text, got 12 (in quotes it would be text)"),
         ("student.drop_layers", "a.yaml:4", "item 2 expects a whole number, got 'x'"),
-        ("data", "a.yaml", "required but not set: Prompts to learn from and to evaluate on."),
+        ("data", "a.yaml", "required but not set: Training and held-out prompts."),
         ("rollout", "a.yaml:12", "min_tokens (500) is above max_tokens (128)"),
         ("validation.temprature", "base.yaml:1", "unknown key; did you mean validation.temperature?"),
         ("engine.slots", "command line", "must be at least 1, got -1"),
@@ -611,8 +611,8 @@ def test_a_retired_key_that_changed_nothing_still_loads_and_any_other_value_name
             ["teachers.two.path=x", "teachers.two.pool=main", "data.teacher_column=t"],
             ("teachers.main.pool", "teachers.two.pool", "'main'"),
         ),
-        (["learner.pool=gpus"], ("learner.pool is 'gpus'", "pools has no such: there are rewards, student, main")),
-        (["pools.spare.replicas=2"], ("pools.spare is used by nobody", "engine.pool", "teachers.main.pool")),
+        (["learner.pool=gpus"], ("learner.pool is 'gpus'", "pools does not define it; it defines rewards")),
+        (["pools.spare.replicas=2"], ("pools.spare is not used", "engine.pool", "teachers.main.pool")),
         (["pools.learner={device: gpu, devices: 4}"], ("pools.learner.devices is 4", "learner.pool", "replicas to 4")),
     ],
 )

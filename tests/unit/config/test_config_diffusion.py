@@ -1,4 +1,4 @@
-"""Settings of runs that paint: what is refused, with key and reason, and that the shipped recipes load."""
+"""Test the settings of diffusion runs: errors with key and reason, and that the shipped recipes load."""
 
 from __future__ import annotations
 

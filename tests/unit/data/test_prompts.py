@@ -1,4 +1,4 @@
-"""Prompt files in every format, what is refused and how it is said, and draws that a checkpoint continues."""
+"""Test prompt files in every format, their error messages, and that checkpoints continue the order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged batches: every conversion gives back what went in, whatever the lengths."""
+"""Test ragged batches: every conversion round-trips for all lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine under the inline scheduler: what it writes, what it says about it, and what it shares."""
+"""Test the embedded engine with the inline scheduler: its tokens, its log-probs, and shared prefixes."""
 
 from __future__ import annotations
 

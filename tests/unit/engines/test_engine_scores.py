@@ -1,4 +1,4 @@
-"""The embedded engine as a judge: alignment, batches, shared prefixes, new weights, order."""
+"""Test scoring with the embedded engine: alignment, batches, shared prefixes, new weights, order."""
 
 from __future__ import annotations
 

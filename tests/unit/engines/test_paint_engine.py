@@ -1,4 +1,4 @@
-"""The diffusion engine: packing changes nothing, noise belongs to the request, and errors reach everyone who waits."""
+"""Test the diffusion engine: results do not depend on batching, noise depends on the request, errors reach all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of rewards see, what they may use, and that nothing of them stays behind."""
+"""Test the isolation of reward processes: what they can see and use, and that nothing is left behind."""
 
 from __future__ import annotations
 

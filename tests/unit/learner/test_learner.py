@@ -1,4 +1,4 @@
-"""The learner: the gradient of a batch is that of a plain padded implementation, however the work is cut."""
+"""Test that the gradient of a batch equals that of a plain padded implementation for any split of the work."""
 
 from __future__ import annotations
 

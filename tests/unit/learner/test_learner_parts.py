@@ -1,4 +1,4 @@
-"""The parts of the learner that need no gradient: rates, parameter groups, summaries, which rows share a pass."""
+"""Test the parts of the learner without gradients: rates, parameter groups, summaries, micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a batch to updates: what is computed beforehand, who learns from which rows, and what the step reports."""
+"""Test the path from a batch to updates: derived columns, the rows of each loss, and the metrics of the step."""
 
 from __future__ import annotations
 

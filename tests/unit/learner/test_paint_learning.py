@@ -1,4 +1,4 @@
-"""The learner on denoising steps: it replays what was drawn, its gradient is the textbook's, however work is cut."""
+"""Test the learner on denoising steps: it replays the samples, and its gradient is exact for any split of the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers are computed again on the way back, with the same gradients and less kept."""
+"""Test activation checkpointing: the same gradients with fewer activations kept."""
 
 from __future__ import annotations
 

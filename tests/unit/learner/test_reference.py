@@ -1,4 +1,4 @@
-"""The first batch of a run against the model's own forward pass: logged, stopped where the two differ, and no trace."""
+"""Test the comparison of the first batch with the model's own forward pass: logging, stopping, and no side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of a denoising step, against written-out formulas and finite differences."""
+"""Test the losses of a denoising step against explicit formulas and finite differences."""
 
 from __future__ import annotations
 

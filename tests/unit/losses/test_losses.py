@@ -1,4 +1,4 @@
-"""Divergences and the clipped policy gradient against plain formulas, enumeration and finite differences."""
+"""Test divergences and the clipped policy gradient against plain formulas, enumeration and finite differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy gradient's parts and the critic's loss, against scalar formulas, enumeration and finite differences."""
+"""Test the parts of the policy gradient and the critic's loss against formulas, enumeration and finite differences."""
 
 from __future__ import annotations
 

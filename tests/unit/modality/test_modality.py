@@ -1,4 +1,4 @@
-"""The seam between modalities: what the rest of the code asks of the modality of a run."""
+"""Test the interface between modalities and the rest of the code."""
 
 from __future__ import annotations
 

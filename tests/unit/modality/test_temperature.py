@@ -1,4 +1,4 @@
-"""Whose temperature is whose: the student's, its teachers' and its reference's, in training and in evaluation."""
+"""Test the temperatures of student, teachers and reference in training and evaluation."""
 
 from __future__ import annotations
 

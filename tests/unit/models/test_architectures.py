@@ -1,4 +1,4 @@
-"""Architectures from small configs: exact on packs, in decoding and in gradients, or refused with a sentence."""
+"""Test architectures built from small configs: exact on packs, in decoding and in gradients, or refused."""
 
 from __future__ import annotations
 

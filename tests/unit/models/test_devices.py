@@ -1,7 +1,7 @@
-"""Models compute where their weights are: run on a device that is not the CPU, though there is no other one here.
+"""Test that models compute on the device of their weights, with a simulated device.
 
-The device is pretended. Its tensors keep their numbers on the CPU but say that they are elsewhere, and whoever mixes
-them with tensors of the CPU is refused as a GPU would refuse it.
+Its tensors store their values on the CPU but report another device, and mixing them with CPU tensors raises an error as
+on a GPU.
 """
 
 from __future__ import annotations

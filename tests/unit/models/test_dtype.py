@@ -1,4 +1,4 @@
-"""The choice of dtype: a probe in a subprocess, because a wrong one kills the process."""
+"""Test the choice of dtype, with a probe in a subprocess because a wrong dtype kills the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every adapter on a tiny random pipeline: rollout, replay, gradients, saving, and agreement with diffusers itself."""
+"""Test every adapter on a tiny random pipeline: rollout, replay, gradients, saving, and agreement with diffusers."""
 
 from __future__ import annotations
 

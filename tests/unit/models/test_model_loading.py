@@ -1,4 +1,4 @@
-"""From a directory to a model and back: weights, cut layers, adapters, saving."""
+"""Test loading and saving of models: weights, removed layers, adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where models come from: directories, the hub, a Python package; SmolLM2 converted for real."""
+"""Test the sources of models: directories, the hub, and a Python package, with a real conversion of SmolLM2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs: what a model computes on them is what it computes on the sequences one by one."""
+"""Test that a model computes the same on packs as on separate sequences."""
 
 from __future__ import annotations
 

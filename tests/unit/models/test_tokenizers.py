@@ -1,4 +1,4 @@
-"""Tokenizers: what they render, which token wrote what, and whether two speak the same language."""
+"""Test tokenizers: rendering, the text of each token, and the comparison of vocabularies."""
 
 from __future__ import annotations
 

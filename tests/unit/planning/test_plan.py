@@ -1,4 +1,4 @@
-"""`tutelage plan`: what it says of columns and memory is what a run then has."""
+"""Test that the columns and the memory of `tutelage plan` agree with those of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The denoising step: its Gaussian, its log-prob, its marginals, and what it refuses."""
+"""Test the denoising step: its Gaussian, its log-prob, its marginals, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: frequencies, truncation, bans and the log-probs that are reported."""
+"""Test sampling of tokens: frequencies, truncation, bans and the reported log-probs."""
 
 from __future__ import annotations
 

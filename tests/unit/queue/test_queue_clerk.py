@@ -1,4 +1,4 @@
-"""The clerk by itself: leases, and what becomes of those that are lost."""
+"""Test the clerk alone: leases, and how lost ones are handled."""
 
 from __future__ import annotations
 

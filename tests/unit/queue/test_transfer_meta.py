@@ -1,4 +1,4 @@
-"""References of the sample queue as TransferQueue's metadata by key, and back. By index: with the queue's own tests."""
+"""Test the conversion of queue references to TransferQueue's metadata by key, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: lines that survive a kill, what a person sees of it, and what other tools get."""
+"""Test the files of a run: lines that survive a kill, the terminal display, and trackers."""
 
 from __future__ import annotations
 

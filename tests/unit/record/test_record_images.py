@@ -1,4 +1,4 @@
-"""Pictures of a run: what is kept is what was drawn, pixel by pixel, and the report shows it whatever a prompt says."""
+"""Test the recorded images of a run: they are pixel-exact, and the report shows them for any prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run: it shows what was recorded and no more, whatever a model wrote."""
+"""Test that the report of a run shows exactly what was recorded, for any generated text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards of images: what each family says about known pictures, in workers of their own where that matters."""
+"""Test the rewards of images on known images, some in worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes that run rewards, with real hangs, crashes and kills."""
+"""Test the processes of rewards with real hangs, crashes and kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards: what each family accepts."""
+"""Test what each reward function accepts."""
 
 from __future__ import annotations
 

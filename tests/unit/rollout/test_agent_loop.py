@@ -1,4 +1,4 @@
-"""Agent loops and the worker that runs them, with the embedded engine behind them."""
+"""Test agent loops and their worker with the embedded engine."""
 
 from __future__ import annotations
 

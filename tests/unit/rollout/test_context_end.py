@@ -1,4 +1,4 @@
-"""Episodes that reach the end of engine.context: a finish of `length`, with what they have."""
+"""Test episodes that reach engine.context: they end with finish reason `length` and keep their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a finished episode: every trajectory enters the queue, is judged, and its row is completed once."""
+"""Test the scoring of finished episodes: every trajectory enters the queue, is scored, and is completed once."""
 
 from __future__ import annotations
 

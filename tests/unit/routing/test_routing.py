@@ -1,4 +1,4 @@
-"""The load balancer: who is asked, who is asked next, and what is remembered."""
+"""Test the load balancer: the choice of replicas, retries, and sticky prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teachers: what they read, that score i belongs to action i, who is asked, and what happens when a replica fails."""
+"""Test teachers: their inputs, the alignment of scores and actions, routing, and failing replicas."""
 
 from __future__ import annotations
 

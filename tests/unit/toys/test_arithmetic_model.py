@@ -1,4 +1,4 @@
-"""The toy model that adds: its problems, its tokenizer, how it is made and cached."""
+"""Test the arithmetic toy model: its problems, its tokenizer, its training and its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The toy model that draws digits: its prompts, its parts, its judges, how it is made and cached."""
+"""Test the digits toy model: its prompts, its parts, its classifiers, its training and its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The toy model that paints shapes, and the rewards that look at what it painted."""
+"""Test the shapes toy model and the rewards of shapes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Diffusion models: one adapter file for each architecture, over a diffusers pipeline."""
+"""Diffusion models: adapters of diffusers pipelines, one module per architecture."""
 
 from transformers.utils import logging as _logging
 
 _said = _logging.get_verbosity()
 _logging.set_verbosity_error()
-# diffusers asks for these when it is imported; without torchvision they say so, which matters to nobody here.
+# diffusers imports these, which log an irrelevant warning without torchvision.
 from transformers import CLIPImageProcessor, SiglipImageProcessor  # noqa: E402, F401
 
 _logging.set_verbosity(_said)

@@ -1,4 +1,5 @@
-"""What all adapters share: a diffusers pipeline whose transformer learns while everything else is frozen."""
+"""The base class of all adapters: a diffusers pipeline whose transformer is trained and whose other parts are
+frozen."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tutelage.models.sources import ModelError, whole_directory
 from tutelage.models.weights import trainable
 
 Side = Literal["", "negative_"]
-"""Prefix of the names in the conditioning: of the prompt, or of the negative prompt."""
+"""Prefix of the names in the conditioning: "" for the prompt, "negative_" for the negative prompt."""
 
 
 EulerScheduler: Any = FlowMatchEulerDiscreteScheduler
@@ -28,12 +29,12 @@ EulerScheduler: Any = FlowMatchEulerDiscreteScheduler
 
 
 class PipelineModel(ABC):
-    """Guidance, LoRA, saving and schedules; a subclass knows how its pipeline encodes, predicts and decodes."""
+    """Implements LoRA, the reference, saving and schedules. Subclasses implement encoding, prediction and decoding."""
 
     lora_targets: ClassVar[tuple[str, ...]]
 
     def __init__(self, pipe: Any) -> None:
-        """`pipe` is a diffusers pipeline, whose parts are attributes that it makes at run time, hence Any."""
+        """`pipe` is a diffusers pipeline. It is Any because its parts are attributes created at run time."""
         self.pipe = pipe
         self.pipe.set_progress_bar_config(disable=True)
         for part in pipe.components.values():
@@ -61,16 +62,17 @@ class PipelineModel(ABC):
 
     @abstractmethod
     def _decode(self, latents: Tensor) -> Tensor:
-        """Media in [0, 1]."""
+        """Decode latents to media in [0, 1]."""
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """As diffusers makes images of latents, without the detour over PIL."""
+        """Decode latents to uint8 media like diffusers, without the conversion to PIL."""
         media = self._decode(latents.to(self.pipe.vae.dtype)).float()
         return (media * 255).round().to(torch.uint8)
 
     def add_lora(self, settings: LoraSettings, seed: int) -> None:
-        """In place, on `lora_targets` unless the settings name others; first values come from `seed` alone."""
+        """Add an adapter in place to the targets of the settings, or to `lora_targets`. Initial values depend only on
+        `seed`."""
         targets = settings.targets or self.lora_targets
         self._check_targets(targets)
         config = LoraConfig(
@@ -91,7 +93,7 @@ class PipelineModel(ABC):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """What predicts inside is the base model: the adapter is switched off, or a copy steps in."""
+        """Use the base model within this context, by disabling the adapter or by switching to the copy."""
         if self._reference is not None:
             learning, self.transformer = self.transformer, self._reference
             try:
@@ -111,15 +113,17 @@ class PipelineModel(ABC):
             self.transformer.enable_adapters()
 
     def recompute(self) -> None:
-        """Keep only the inputs of the transformer's blocks for the way back, and compute the rest again."""
+        """Enable activation checkpointing: keep only the inputs of the transformer's blocks and recompute the rest in
+        the backward pass."""
         self.transformer.enable_gradient_checkpointing()
 
     def keep_reference(self) -> None:
-        """Remember the transformer as it is now, in a copy: for a model all of whose weights learn."""
+        """Copy the current transformer as the reference, for a model without LoRA."""
         self._reference = copy.deepcopy(self.transformer).requires_grad_(False)
 
     def save_pipeline(self, directory: Path, keep_adapter: bool = False) -> None:
-        """The whole pipeline for diffusers, its adapter merged into the weights; or the adapter alone."""
+        """Save the whole pipeline with the adapter merged into the weights or, with `keep_adapter`, the adapter
+        alone."""
         if directory.exists() and any(directory.iterdir()):
             raise ModelError(f"{directory} is not empty: choose another directory")
         with whole_directory(directory) as part:
@@ -132,16 +136,16 @@ class PipelineModel(ABC):
             self.pipe.save_pretrained(str(part), safe_serialization=True)
 
     def timesteps(self, sigma: Tensor) -> Tensor:
-        """float32 [rows]: σ in the unit that the model was trained with, 0 to 1000 as a rule."""
+        """Convert σ to the timesteps that the model expects, float32 [rows], usually 0 to 1000."""
         unit: int = self._scheduler.config.num_train_timesteps
         return sigma.to(self.device, torch.float32) * unit
 
     def _fit(self, tensor: Tensor) -> Tensor:
-        """As the transformer takes it."""
+        """Convert a tensor to the device and dtype of the transformer."""
         return tensor.to(self.device, self.dtype)
 
     def _schedule(self, scheduler: Any) -> Any:
-        """A scheduler of our own: asking it for sigmas leaves the pipeline's untouched."""
+        """Return a separate scheduler, so that computing sigmas does not change that of the pipeline."""
         if not isinstance(scheduler, EulerScheduler) or scheduler.config.invert_sigmas:
             raise ModelError(
                 f"the pipeline comes with {type(scheduler).__name__}: expected FlowMatchEulerDiscreteScheduler without "
@@ -172,7 +176,7 @@ def classifier_free(
     guidance: float,
     guide: Callable[[Tensor, Tensor, float], Tensor] = plain_guidance,
 ) -> Tensor:
-    """The prediction for the prompt, led away from that for the negative prompt unless `guidance` is 1."""
+    """Predict with classifier-free guidance; guidance 1 uses only the prompt."""
     positive = predict("")
     if guidance == 1.0:
         return positive
@@ -185,19 +189,19 @@ def classifier_free(
 
 
 def per_prompt(**tensors: Tensor | None) -> list[Conditioning]:
-    """Tensors [prompts, …] as one conditioning for each prompt, each with memory of its own; None is left out."""
+    """Split tensors [prompts, …] into one conditioning per prompt, each a copy. None is left out."""
     named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     count = len(next(iter(named.values())))
     return [{name: tensor[i].clone() for name, tensor in named.items()} for i in range(count)]
 
 
 def token_limit(tokenizer: Any, limit: int) -> int:
-    """How many tokens prompts are padded to: what the pipeline uses, or less if the tokenizer says so."""
+    """Return the padded length of prompts: that of the pipeline, limited by the tokenizer's maximum."""
     return limit if tokenizer is None else min(limit, int(tokenizer.model_max_length))
 
 
 def decode_image(pipe: Any, latents: Tensor) -> Tensor:
-    """Through an image autoencoder with one scale and shift for all channels."""
+    """Decode with an image autoencoder that has one scale and shift for all channels."""
     config = pipe.vae.config
     image = pipe.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
     media: Tensor = pipe.image_processor.postprocess(image, output_type="pt")
@@ -205,7 +209,7 @@ def decode_image(pipe: Any, latents: Tensor) -> Tensor:
 
 
 def latent_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of a video autoencoder's latents, [1, channels, 1, 1, 1]."""
+    """Return the mean and standard deviation of a video autoencoder's latents, each [1, channels, 1, 1, 1]."""
     mean, std = (
         torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -214,7 +218,7 @@ def latent_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cells(size: Size, pixels: int, step: int) -> tuple[int, int]:
-    """Height and width in latent cells of `pixels` each; both must be divisible by `step` pixels."""
+    """Return the height and width in latent cells of `pixels` pixels; the size must be divisible by `step` pixels."""
     if size.height % step or size.width % step or min(size.height, size.width) < step:
         raise ValueError(
             f"size {size.height}×{size.width} does not fit this model: height and width must be multiples of {step}"

@@ -1,7 +1,7 @@
-"""What an adapter of a diffusion architecture offers to engines and learner.
+"""The interface that the adapters of diffusion architectures implement for engines and learner.
 
-Latents are unpacked, float32 [rows, channels, height, width] or [rows, channels, frames, height, width], so their shape
-says everything about the size of the media; an architecture that packs them into patches does so inside.
+Latents are float32 [rows, channels, height, width] or [rows, channels, frames, height, width], so their shape
+determines the size of the media. An architecture that packs latents into patches does so internally.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tutelage.config.schema import LoraSettings
 from tutelage.data.ragged import Ragged
 
 Conditioning = Mapping[str, Tensor]
-"""What one prompt is encoded to, by name, without a batch dimension: `text` [tokens, width], for some architectures
-`pooled` [width], and the same with the prefix `negative_` where there is a negative prompt. Token counts may differ."""
+"""The encoding of one prompt as named tensors without a batch dimension: `text` [tokens, width], for some architectures
+`pooled` [width], and the same with the prefix `negative_` if there is a negative prompt. Token counts may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the media, in pixels and frames."""
+    """The size of the media, in pixels and frames."""
 
     height: int
     width: int
@@ -33,15 +33,15 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class ConditioningBatch:
-    """Conditioning of the rows of one forward pass."""
+    """The conditioning of the rows of one forward pass."""
 
     tensors: Mapping[str, Tensor]
-    """[rows, width] or [rows, longest, width], padded with zeros on the right"""
+    """[rows, width] or [rows, longest, width], padded with zeros on the right."""
     lengths: Mapping[str, Tensor]
-    """int64 [rows] for the tensors with tokens: how many are real"""
+    """int64 [rows] for each tensor with tokens: the number of tokens without padding."""
 
     def select(self, rows: Tensor) -> ConditioningBatch:
-        """These rows, in this order; a row may be taken several times."""
+        """Return these rows in this order; rows may repeat."""
         return ConditioningBatch(
             {name: tensor[rows.to(tensor.device)] for name, tensor in self.tensors.items()},
             {name: lengths[rows.to(lengths.device)] for name, lengths in self.lengths.items()},
@@ -49,7 +49,7 @@ class ConditioningBatch:
 
 
 def collate(conditioning: Sequence[Conditioning]) -> ConditioningBatch:
-    """Join the conditioning of one prompt for each row; rows of the same prompt may repeat the same object."""
+    """Collate one conditioning per row into a batch; rows of the same prompt may share one object."""
     names = conditioning[0].keys()
     for row, one in enumerate(conditioning):
         if one.keys() != names:
@@ -71,50 +71,51 @@ def collate(conditioning: Sequence[Conditioning]) -> ConditioningBatch:
 
 
 def repeated(conditioning: Sequence[Conditioning]) -> ConditioningBatch:
-    """As `collate`, for rows of which many repeat the same object: each is joined once."""
+    """Like `collate`, but efficient if many rows share one object: each object is collated once."""
     first = {id(one): one for one in conditioning}
     numbers = {name: number for number, name in enumerate(first)}
     return collate(list(first.values())).select(torch.tensor([numbers[id(one)] for one in conditioning]))
 
 
 class FlowModel(Protocol):
-    """One diffusion model: text encoder, transformer that predicts the velocity, decoder."""
+    """A diffusion model: a text encoder, a transformer that predicts the velocity, and a decoder."""
 
     @property
     def transformer(self) -> nn.Module:
-        """The only part that learns."""
+        """The transformer, the only trained part."""
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer computes."""
+        """The device of the transformer."""
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
-        """Linear layers of the transformer that an adapter is put on, as ends of module names."""
+        """The linear layers of the transformer that LoRA adapts by default, as suffixes of module names."""
 
     def encode(self, prompts: Sequence[str], negative: Sequence[str] | None) -> list[Conditioning]:
-        """One conditioning for each prompt; `negative` is needed for classifier-free guidance."""
+        """Encode prompts to one conditioning each; classifier-free guidance needs `negative`."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
-        """float32 like `latents`: noise minus data, as predicted at `sigma` [rows]; rows may be at different steps.
+        """Predict the velocity, noise minus data, at `sigma` [rows]: float32, of the shape of `latents`. Rows may be at
+        different steps.
 
-        `guidance` 1 is without guidance.
+        `guidance` 1 disables guidance.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """uint8 [rows, channels, height, width] or [rows, frames, channels, height, width]."""
+        """Decode latents to uint8 [rows, channels, height, width] or [rows, frames, channels, height, width]."""
 
     def timesteps(self, sigma: Tensor) -> Tensor:
-        """float32 [rows]: σ in the unit that the model was trained with."""
+        """Convert σ to the timesteps that the model expects, float32 [rows]."""
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """Of one row, without the batch dimension."""
+        """Return the shape of the latents of one row, without the batch dimension."""
 
     def sigmas(self, steps: int, size: Size) -> Tensor:
-        """float32 [steps + 1], falling from the noisiest to 0, as the pipeline itself would choose them."""
+        """Return the noise schedule of the pipeline: float32 [steps + 1], decreasing to 0."""
 
     def add_lora(self, settings: LoraSettings, seed: int) -> None:
-        """Put a LoRA adapter on the transformer; from then on only the adapter learns."""
+        """Add a LoRA adapter to the transformer; after that only the adapter is trained."""
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, velocities are those of the model before training."""
+        """Within this context, velocities are those of the model before training."""

@@ -1,4 +1,4 @@
-"""FLUX.1: guidance is an input of the model, which was distilled to need no second pass."""
+"""FLUX.1: guidance is an input of the guidance-distilled model and needs no second forward pass."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Flux(PackedModel):
         return per_prompt(text=text, pooled=pooled)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
-        """`guidance` goes into the model as it is; a model without that input (schnell) takes 1 only."""
+        """Pass `guidance` to the model. A model without that input (schnell) accepts only 1."""
         embedded = self.transformer.config.guidance_embeds
         if not embedded and guidance != 1.0:
             raise ValueError(f"this FLUX has no input for guidance (guidance_embeds: false): set 1, not {guidance:g}")

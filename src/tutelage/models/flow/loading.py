@@ -1,4 +1,4 @@
-"""From a diffusers directory to an adapter: model_index.json names the pipeline, the pipeline names the adapter."""
+"""Load a diffusers directory with the adapter for the pipeline class in its model_index.json."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADAPTERS: dict[str, tuple[Any, type[PipelineModel]]] = {
 def load_flow_model(
     directory: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> PipelineModel:
-    """Load a pipeline with all its parts, from safetensors only; its transformer learns, the rest is frozen."""
+    """Load a pipeline from safetensors. The transformer is trainable, all other parts are frozen."""
     pipeline, adapter = _ADAPTERS[_pipeline_class(directory)]
     with _no_progress_bars():
         try:
@@ -45,8 +45,8 @@ def load_flow_model(
 
 
 def float32_transformer(directory: Path, model: PipelineModel) -> dict[str, Tensor]:
-    """The transformer's weights by name as its files have them, in float32, for masters of a model that computes in a
-    narrower dtype; nothing if it is float32 itself."""
+    """Return the transformer's weights by name, read from its files in float32, to initialise the masters of a model in
+    a narrower dtype. Empty if the model is float32."""
     if model.dtype == torch.float32:
         return {}
     with _no_progress_bars():
@@ -58,7 +58,7 @@ def float32_transformer(directory: Path, model: PipelineModel) -> dict[str, Tens
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """One bar for each part of the pipeline would fill the screen."""
+    """Disable the progress bars of diffusers."""
     shown = [log for log in (diffusers_logging, transformers_logging) if log.is_progress_bar_enabled()]
     for log in shown:
         log.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""For architectures whose transformer sees latents as a sequence of 2 × 2 patches (Qwen-Image, FLUX)."""
+"""The base class of adapters whose transformer takes latents as a sequence of 2 × 2 patches (Qwen-Image, FLUX)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _calculate_shift: Any = pipeline_flux.calculate_shift
 
 
 class PackedModel(PipelineModel):
-    """Packing and unpacking by the pipeline's own functions, and the schedule that both pipelines share."""
+    """Packs and unpacks latents with the functions of the pipeline, and computes the schedule of these pipelines."""
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         refuse_frames(size)
@@ -35,7 +35,7 @@ class PackedModel(PipelineModel):
         return self._sigmas(steps, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
 
     def _pack(self, latents: Tensor) -> Tensor:
-        """[rows, channels, height, width] → [rows, patches, 4 × channels]."""
+        """Pack [rows, channels, height, width] to [rows, patches, 4 × channels]."""
         packed: Tensor = self.pipe._pack_latents(latents.contiguous(), *latents.shape)
         return packed
 

@@ -16,7 +16,7 @@ _LONGEST = 512
 
 
 def _rescaled(positive: Tensor, negative: Tensor, guidance: float) -> Tensor:
-    """Each patch of the guided velocity gets the norm that it has with the prompt alone."""
+    """Apply guidance and rescale each patch to the norm of the conditional velocity."""
     guided = plain_guidance(positive, negative, guidance)
     return guided * (_patch_norm(positive) / _patch_norm(guided))
 
@@ -51,7 +51,7 @@ class QwenImage(PackedModel):
 
     @torch.no_grad()
     def _encode(self, prompts: Sequence[str]) -> list[Tensor]:
-        """One [tokens, width] for each prompt, without the padding."""
+        """Return the text embedding [tokens, width] of each prompt, without padding."""
         text, mask = self.pipe.encode_prompt(prompt=list(prompts), max_sequence_length=_LONGEST)
         if mask is None:
             return [row.clone() for row in text]

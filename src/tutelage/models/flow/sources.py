@@ -1,4 +1,4 @@
-"""Where the directory of a diffusion pipeline, or of a judge of pictures, comes from."""
+"""Resolve the path of a diffusion pipeline or image classifier to a directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tutelage.models.sources import PIPELINES, ModelError, maker_of
 
 
 def pipeline_directory(path: str, report: Report) -> Path:
-    """A directory as it is, or what `toy:digits`, `toy:shapes` and their relatives stand for, made once per machine."""
+    """Return the directory of a path. Toy models (`toy:digits`, `toy:shapes` and others) are trained on first use and
+    cached."""
     if maker := maker_of(path, PIPELINES):
         return maker(path, report)
     directory = Path(path).expanduser()

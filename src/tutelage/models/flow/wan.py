@@ -72,7 +72,7 @@ class Wan(PipelineModel):
         return media
 
     def _schedule(self, scheduler: Any) -> Any:
-        """Published Wan pipelines come with UniPC, a multi-step solver: the Euler schedule takes its shift over."""
+        """Return an Euler schedule with the shift of UniPC, the multi-step solver of published Wan pipelines."""
         config = scheduler.config
         if not config.get("use_flow_sigmas", False):
             return super()._schedule(scheduler)
