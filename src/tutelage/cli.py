@@ -37,7 +37,17 @@ def train_command(args: argparse.Namespace) -> None:
     config = load(args.recipe, args.overrides).config
     from tutelage.loop import train
 
+    if args.replace:
+        _move_aside(Path(config.out) / config.name)
     print(f"run: {train(config)}")
+
+
+def _move_aside(run: Path) -> None:
+    from tutelage.record.run_directory import RunDirectory
+
+    aside = RunDirectory(run).set_aside()
+    if aside is not None:
+        print(f"the run that was there: {aside}")
 
 
 def resume_command(args: argparse.Namespace) -> None:
@@ -48,18 +58,32 @@ def resume_command(args: argparse.Namespace) -> None:
 
 
 def eval_command(args: argparse.Namespace) -> None:
-    from tutelage.config.load import load
-
     target = Path(args.target)
-    run = _existing_run(args.target) if target.is_dir() else None
-    if run is None and args.checkpoint is not None:
+    if target.is_dir():
+        measures = _measures_of(_existing_run(args.target), args.overrides, args.checkpoint or "latest")
+    elif args.checkpoint is not None:
         raise UserError(f"--checkpoint belongs to a run, and {target} is not a run's directory")
-    config = load(run / RUN_CONFIG if run else target, args.overrides).config
-    from tutelage.evaluation.text import evaluate_run
+    else:
+        from tutelage.config.load import load
 
-    measures = evaluate_run(config, run, args.checkpoint or "latest")
+        config = load(args.target, args.overrides).config
+        from tutelage.evaluation.text import evaluate_run
+
+        measures = evaluate_run(config, None, "latest")
     for name, value in measures.items():
         print(f"{name:<16} {value:.6g}")
+
+
+def _measures_of(run: Path, overrides: Sequence[str], checkpoint: str) -> dict[str, float]:
+    from tutelage.config.load import load
+    from tutelage.config.start import from_start
+
+    here = Path.cwd()
+    with from_start(run) as place:
+        config = load(place / RUN_CONFIG, overrides, here if Path.cwd() != here else None).config
+        from tutelage.evaluation.text import evaluate_run
+
+        return evaluate_run(config, place, checkpoint)
 
 
 def show_command(args: argparse.Namespace) -> None:
@@ -161,6 +185,8 @@ def _parser() -> argparse.ArgumentParser:
 
     train = _command(commands, "train", train_command, "train a student as a recipe says", _TRAIN)
     _add_recipe(train)
+    moved = "move a run of this name aside (to NAME-YYYYMMDD-HHMMSS) instead of refusing to start"
+    train.add_argument("--replace", action="store_true", help=moved)
 
     resume = _command(commands, "resume", resume_command, "go on with a run that was stopped or killed", _RESUME)
     resume.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")

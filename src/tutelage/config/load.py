@@ -61,11 +61,14 @@ class Loaded:
     """dotted key of every value -> `recipes/a.yaml:12`, `command line` or `default`"""
 
 
-def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe and those it extends, apply overrides, check everything. Raises ConfigError with all mistakes."""
+def load(recipe: str | Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
+    """Read a recipe and those it extends, apply overrides, check everything. Raises ConfigError with all mistakes.
+
+    `folder` is where relative paths of overrides are looked for, if that is not the working directory.
+    """
     mistakes: list[Mistake] = []
     tree = read_recipe(Path(recipe), (), mistakes)
-    changes = [read_override(override, mistakes) for override in overrides]
+    changes = [read_override(override, mistakes, folder) for override in overrides]
     if tree is None:
         raise ConfigError(mistakes)
     for change in changes:

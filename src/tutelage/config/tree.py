@@ -247,7 +247,7 @@ def _text(recipe: Path, mistakes: list[Mistake], said: str) -> str:
     return ""
 
 
-def read_override(override: str, mistakes: list[Mistake]) -> Branch:
+def read_override(override: str, mistakes: list[Mistake], folder: Path | None = None) -> Branch:
     """`a.b=c` as a tree with one branch; an empty tree if it makes no sense (which is noted)."""
     nothing = Branch({}, COMMAND_LINE)
     key, equals, text = override.partition("=")
@@ -256,7 +256,7 @@ def read_override(override: str, mistakes: list[Mistake]) -> Branch:
         mistakes.append(Mistake("", COMMAND_LINE, f"{override!r} is not of the form key=value, e.g. optimizer.lr=1e-4"))
         return nothing
     before = len(mistakes)
-    reader = _Reader(COMMAND_LINE, None, mistakes)
+    reader = _Reader(COMMAND_LINE, folder, mistakes)
     root = reader.compose(text, prefix=".".join(path))
     if len(mistakes) > before:
         return nothing

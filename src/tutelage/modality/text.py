@@ -38,6 +38,7 @@ from tutelage.modality.text_models import (
 )
 from tutelage.models.heads import head_vocabulary, load_head
 from tutelage.models.loading import apply_lora, load_causal_lm, save_hf
+from tutelage.models.sources import name_for_others
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.models.weights import copy_into
 from tutelage.queue.contract import SampleQueue
@@ -198,7 +199,7 @@ class TextModality(Modality):
         model = load_causal_lm(student, dtype=dtype)
         saved = apply_lora(model, student.lora, self.config.seed) if student.lora is not None else model
         copy_into(model, tensors["model"])
-        save_hf(saved, self.tokenizer, out, keep_adapter)
+        save_hf(saved, self.tokenizer, out, keep_adapter, name_for_others(student.path))
         found: torch.dtype = model.dtype
         return found
 

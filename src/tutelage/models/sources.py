@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from tutelage.config.start import is_hub_id
 from tutelage.data import durable
 from tutelage.errors import UserError
 
@@ -63,9 +63,17 @@ def resolve(path: str, progress: Progress | None = None) -> Path:
         return directory
     if directory.exists():
         raise ModelError(f"{path} is a file; a model is a directory with config.json and *.safetensors")
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    if is_hub_id(path):
         return _from_hub(path, report)
     raise ModelError(f"model directory {path} does not exist (looked for {directory.absolute()})")
+
+
+def name_for_others(path: str) -> str:
+    """The name under which other programs load the model that `path` names, from any directory: the absolute path of
+    its directory, or its hub id."""
+    if is_hub_id(path) and not Path(path).expanduser().is_dir():
+        return path
+    return str(resolve(path).absolute())
 
 
 def cache_directory() -> Path:
