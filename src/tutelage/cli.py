@@ -108,6 +108,15 @@ def export_command(args: argparse.Namespace) -> None:
     print(f"exported: {args.out} ({dtype})")
 
 
+def recipes_command(args: argparse.Namespace) -> None:
+    from tutelage.config.shipped import first_sentence, shipped_recipes
+
+    found = shipped_recipes()
+    width = max(map(len, found), default=0)
+    for name, file in found.items():
+        print(f"{name:<{width}}  {first_sentence(file)}")
+
+
 def plan_command(args: argparse.Namespace) -> int:
     from tutelage.backends.placement import describe_cluster
     from tutelage.config.load import load
@@ -204,6 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(show)
     show.add_argument("--plain", action="store_true", help="one line per key: key = value  # origin")
 
+    _command(commands, "recipes", recipes_command, "list the recipes that come with tutelage", _RECIPES)
+
     plan = _command(commands, "plan", plan_command, "print what a step does, sends and needs, and run nothing", _PLAN)
     _add_recipe(plan)
     described = "place the pools on a cluster that need not exist, e.g. nodes=4,gpus=8 (or with cpus=64 too)"
@@ -224,7 +235,8 @@ def _parser() -> argparse.ArgumentParser:
 
 _TRAIN = """example: tutelage train recipes/quickstart.yaml steps=20 optimizer.lr=5e-5
 
-A recipe is a YAML file. key=value words change it: keys are dotted, values are YAML
+A recipe is a YAML file, or the name of one that comes with tutelage (`tutelage recipes`).
+key=value words change it: keys are dotted, values are YAML
 (student.lora={rank: 8} in quotes for the shell, data.validation=null).
 `tutelage config show RECIPE` lists the keys."""
 _RESUME = """example: tutelage resume runs/quickstart
@@ -235,6 +247,9 @@ everything so far would have been the same may change; any other is refused with
 _EVAL = """example: tutelage eval runs/quickstart --checkpoint best
 example: tutelage eval recipes/quickstart.yaml student.drop_layers=[]"""
 _SHOW = "example: tutelage config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
+_RECIPES = """example: tutelage recipes
+
+`tutelage train NAME` trains one of them, from any directory. A file of that path has precedence."""
 _PLAN = """example: tutelage plan recipes/quickstart.yaml algorithm.objective=k2
 
 example: tutelage plan recipes/ray/opd_4x8.yaml --cluster nodes=4,gpus=8
@@ -267,7 +282,9 @@ def _command(
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, e.g. recipes/quickstart.yaml")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="YAML file, or a name that `tutelage recipes` lists, e.g. quickstart"
+    )
     _add_overrides(parser)
 
 

@@ -26,6 +26,7 @@ from tutelage.config.base import Section
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.explain import explain, sections, type_at
 from tutelage.config.schema import Config, RunConfig
+from tutelage.config.shipped import find_recipe
 from tutelage.config.tree import (
     DEFAULT,
     RESOLVED_HEADER,
@@ -64,10 +65,11 @@ class Loaded:
 def load(recipe: str | Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
     """Read a recipe and those it extends, apply overrides, check everything. Raises ConfigError with all mistakes.
 
+    `recipe` is a file, or the name of a recipe that comes with the package.
     `folder` is where relative paths of overrides are looked for, if that is not the working directory.
     """
     mistakes: list[Mistake] = []
-    tree = read_recipe(Path(recipe), (), mistakes)
+    tree = read_recipe(find_recipe(recipe), (), mistakes)
     changes = [read_override(override, mistakes, folder) for override in overrides]
     if tree is None:
         raise ConfigError(mistakes)

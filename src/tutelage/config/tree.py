@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
+from tutelage.config.shipped import shipped_recipes
+
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RESOLVED_HEADER = "# Resolved by tutelage: every value of the run. Relative paths are from the working directory.\n"
@@ -236,15 +238,24 @@ def _text(recipe: Path, mistakes: list[Mistake], said: str) -> str:
     try:
         return recipe.read_text(encoding="utf-8")
     except FileNotFoundError:
-        others = {other.stem: other for other in recipe.parent.glob("*.yaml")}
-        near = difflib.get_close_matches(recipe.stem, others, n=1)
-        reason = "no such recipe" + (f"; did you mean {others[near[0]]}?" if near else "")
+        reason = f"no such recipe{_meant(recipe)}"
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 text (byte {error.start})"
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     mistakes.append(Mistake("extends", said, f"{recipe}: {reason}") if said else Mistake("", str(recipe), reason))
     return ""
+
+
+def _meant(recipe: Path) -> str:
+    """The recipe that a path, or a name, that leads nowhere may stand for."""
+    beside = {other.stem: str(other) for other in recipe.parent.glob("*.yaml")}
+    others = {**{name: name for name in shipped_recipes()}, **beside}
+    said = str(recipe) if recipe.suffix == "" else recipe.stem
+    near = difflib.get_close_matches(said, others, n=1)
+    if near:
+        return f"; did you mean {others[near[0]]}?"
+    return "" if recipe.suffix else "; `tutelage recipes` lists those that come with tutelage"
 
 
 def read_override(override: str, mistakes: list[Mistake], folder: Path | None = None) -> Branch:
