@@ -115,9 +115,15 @@ def _reads_truth(config: Any) -> bool:
 
 class Data(Section):
     train: str
-    """Prompts to learn from: .jsonl, .parquet or a Hugging Face dataset directory."""
+    """Prompts to learn from: .jsonl, .parquet, a Hugging Face dataset directory, or a dataset on the hub (org/name)."""
     validation: str | None = None
     """Held-out prompts, same formats."""
+    subset: Annotated[str | None, Rare()] = None
+    """Configuration of datasets on the hub that have several, such as main of openai/gsm8k."""
+    split: Annotated[str | None, Rare()] = None
+    """Split of data.train; null is train."""
+    validation_split: Annotated[str | None, Rare()] = None
+    """Split of data.validation; null is validation, else test."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
     ground_truth_column: Annotated[str, ReadWhen({"": _reads_truth})] = "ground_truth"
