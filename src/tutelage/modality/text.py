@@ -35,6 +35,7 @@ from tutelage.modality.text_models import (
     teacher_engine,
     teacher_head,
     teacher_model,
+    teacher_models,
 )
 from tutelage.models.heads import head_vocabulary, load_head
 from tutelage.models.loading import apply_lora, load_causal_lm, save_hf
@@ -80,7 +81,7 @@ class TextModality(Modality):
     def embed(self, prompts: Prompts, queue: SampleQueue, progress: Progress) -> Embedded:
         config, tokenizer = self.config, self.tokenizer
         student = student_model(config, self.report)
-        teachers = {name: teacher_model(config, name, self.report) for name in config.teachers}
+        teachers = teacher_models(config, self.report)
         vocabulary = self._vocabulary(student.head.vocabulary, {n: m.head.vocabulary for n, m in teachers.items()})
         reached = {"student": student.reach, **{f"teachers.{name}": model.reach for name, model in teachers.items()}}
         usable = self._usable(prompts, reached, progress)
