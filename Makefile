@@ -18,9 +18,8 @@ $(READY): pyproject.toml constraints.txt
 
 # A finished quickstart is moved aside; one that was interrupted goes on.
 quickstart: $(READY)
-	@if [ -e runs/quickstart/summary.json ]; then mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"; fi
-	@if [ -e runs/quickstart/config.yaml ]; then $(BIN)/tutelage resume runs/quickstart; \
-	else $(BIN)/tutelage train recipes/quickstart.yaml; fi
+	@if [ -e runs/quickstart/config.yaml ] && [ ! -e runs/quickstart/summary.json ]; \
+	then $(BIN)/tutelage resume runs/quickstart; else $(BIN)/tutelage train recipes/quickstart.yaml --replace; fi
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -40,7 +40,17 @@ def train_command(args: argparse.Namespace) -> None:
     config = load(args.recipe, args.overrides).config
     from tutelage.loop import train
 
+    if args.replace:
+        _move_aside(Path(config.out) / config.name)
     print(f"run: {train(config)}")
+
+
+def _move_aside(run: Path) -> None:
+    from tutelage.record.run_directory import RunDirectory
+
+    aside = RunDirectory(run).set_aside()
+    if aside is not None:
+        print(f"the run that was there: {aside}")
 
 
 def resume_command(args: argparse.Namespace) -> None:
@@ -51,18 +61,32 @@ def resume_command(args: argparse.Namespace) -> None:
 
 
 def eval_command(args: argparse.Namespace) -> None:
-    from tutelage.config.load import load
-
     target = Path(args.target)
-    run = _existing_run(args.target) if target.is_dir() else None
-    if run is None and args.checkpoint is not None:
+    if target.is_dir():
+        measures = _measures_of(_existing_run(args.target), args.overrides, args.checkpoint or "latest")
+    elif args.checkpoint is not None:
         raise UserError(f"--checkpoint belongs to a run, and {target} is not a run's directory")
-    config = load(run / RUN_CONFIG if run else target, args.overrides).config
-    from tutelage.evaluation.text import evaluate_run
+    else:
+        from tutelage.config.load import load
 
-    measures = evaluate_run(config, run, args.checkpoint or "latest")
+        config = load(args.target, args.overrides).config
+        from tutelage.evaluation.text import evaluate_run
+
+        measures = evaluate_run(config, None, "latest")
     for name, value in measures.items():
         print(f"{name:<16} {value:.6g}")
+
+
+def _measures_of(run: Path, overrides: Sequence[str], checkpoint: str) -> dict[str, float]:
+    from tutelage.config.load import load
+    from tutelage.config.start import from_start
+
+    here = Path.cwd()
+    with from_start(run) as place:
+        config = load(place / RUN_CONFIG, overrides, here if Path.cwd() != here else None).config
+        from tutelage.evaluation.text import evaluate_run
+
+        return evaluate_run(config, place, checkpoint)
 
 
 def show_command(args: argparse.Namespace) -> None:
@@ -85,6 +109,15 @@ def export_command(args: argparse.Namespace) -> None:
 
     dtype = export_run(run, Path(args.out), args.checkpoint, args.keep_adapter)
     print(f"exported: {args.out} ({dtype})")
+
+
+def recipes_command(args: argparse.Namespace) -> None:
+    from tutelage.config.shipped import first_sentence, shipped_recipes
+
+    found = shipped_recipes()
+    width = max(map(len, found), default=0)
+    for name, file in found.items():
+        print(f"{name:<{width}}  {first_sentence(file)}")
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -164,6 +197,8 @@ def _parser() -> argparse.ArgumentParser:
 
     train = _command(commands, "train", train_command, "train a student from a recipe", _TRAIN)
     _add_recipe(train)
+    moved = "move a run of this name aside (to NAME-YYYYMMDD-HHMMSS) instead of refusing to start"
+    train.add_argument("--replace", action="store_true", help=moved)
 
     resume = _command(commands, "resume", resume_command, "continue a run that was stopped or killed", _RESUME)
     resume.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
@@ -181,7 +216,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(show)
     show.add_argument("--plain", action="store_true", help="print one line per key: key = value  # origin")
 
-    plan = _command(commands, "plan", plan_command, "print what a step computes, transfers and needs in memory", _PLAN)
+    _command(commands, "recipes", recipes_command, "list the recipes that come with tutelage", _RECIPES)
+
+    plan = _command(commands, "plan", plan_command, "print what a step does, sends and needs, and run nothing", _PLAN)
     _add_recipe(plan)
     described = "place the pools on a hypothetical cluster, e.g. nodes=4,gpus=8 or nodes=4,gpus=8,cpus=64"
     plan.add_argument("--cluster", metavar="nodes=N,gpus=N", help=described)
@@ -201,8 +238,9 @@ def _parser() -> argparse.ArgumentParser:
 
 _TRAIN = """example: tutelage train recipes/quickstart.yaml steps=20 optimizer.lr=5e-5
 
-A recipe is a YAML file. key=value arguments override its settings: keys are dotted, values are YAML
-(data.validation=null, or 'student.lora={rank: 8}', quoted for the shell).
+A recipe is a YAML file, or the name of one that comes with tutelage (`tutelage recipes`).
+key=value words change it: keys are dotted, values are YAML
+(student.lora={rank: 8} in quotes for the shell, data.validation=null).
 `tutelage config show RECIPE` lists the keys."""
 _RESUME = """example: tutelage resume runs/quickstart
 example: tutelage resume runs/quickstart steps=60 checkpoint.every=5
@@ -212,6 +250,9 @@ affect the results so far may change; for any other, an error lists those that m
 _EVAL = """example: tutelage eval runs/quickstart --checkpoint best
 example: tutelage eval recipes/quickstart.yaml student.drop_layers=[]"""
 _SHOW = "example: tutelage config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
+_RECIPES = """example: tutelage recipes
+
+`tutelage train NAME` trains one of them, from any directory. A file of that path has precedence."""
 _PLAN = """example: tutelage plan recipes/quickstart.yaml algorithm.objective=k2
 
 example: tutelage plan recipes/ray/opd_4x8.yaml --cluster nodes=4,gpus=8
@@ -245,7 +286,9 @@ def _command(
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, e.g. recipes/quickstart.yaml")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="YAML file, or a name that `tutelage recipes` lists, e.g. quickstart"
+    )
     _add_overrides(parser)
 
 

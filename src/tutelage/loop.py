@@ -26,6 +26,7 @@ from tutelage.config.measures import best_measure, held_out
 from tutelage.config.objectives import OBJECTIVES
 from tutelage.config.resume import load_resumed
 from tutelage.config.schema import Distill, Grpo, RunConfig
+from tutelage.config.start import from_start, require_files, started_here
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import GroupKey, Prompt
 from tutelage.errors import CannotJudge, RunLost, UserError
@@ -82,7 +83,7 @@ def train(config: RunConfig) -> Path:
     with locked(directory.path, print):
         directory.require_free()
         with _opened(config, directory) as run:
-            RunDirectory.create(directory.path, dump(config))
+            RunDirectory.create(directory.path, dump(config), started_here(config))
             run.recorder.keep_data(run.parts.stream, run.parts.heldout)
             run_to_end(all_steps(run), run.stop)
     return directory.path
@@ -93,14 +94,16 @@ def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] 
 
     Overrides `key=value` may change the settings that `config.resume` lists; they are saved in the run's config.yaml.
     """
-    directory = RunDirectory.open(path)
     changes = [*overrides, *([f"steps={steps}"] if steps is not None else [])]
-    with locked(directory.path, print):
-        config, changed = load_resumed(directory.path / "config.yaml", changes)
+    with from_start(RunDirectory.open(path).path) as place, locked(place, print):
+        directory = RunDirectory(place)
+        config, changed = load_resumed(place / "config.yaml", changes)
+        require_files(config, place)
         with _opened(config, directory) as run:
+            directory.write_start(started_here(config))
             run.recorder.note(*changed)
             run_to_end(all_steps(run, resumed=True), run.stop)
-    return directory.path
+    return Path(path)
 
 
 @contextmanager

@@ -464,7 +464,7 @@ def test_a_disk_that_is_full_when_the_run_begins(
     recipe = tiny.recipe(tmp_path, steps=1)
     monkeypatch.setattr(os, "replace", lambda source, target: no_space(Path(target), b""))
     said = mistake(capsys, "train", str(recipe))
-    assert "config.yaml: No space left on device" in said
+    assert "start.json: No space left on device" in said
     assert "then start the run again" in said
 
 

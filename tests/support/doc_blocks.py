@@ -145,7 +145,7 @@ def smaller(words: list[str]) -> list[str]:
     """Return a command of `tutelage` with tiny models and, if it trains, few steps."""
     if words[0] != "train":
         return words
-    config = load(words[1], words[2:]).config
+    config = load(words[1], [word for word in words[2:] if "=" in word]).config
     if not isinstance(config, Config):
         return [*words, *FEW_STEPS, *FEW_PICTURES, "student.path=models/digits"]
     models = [f"teachers.{name}.path=path/to/teacher" for name in config.teachers]

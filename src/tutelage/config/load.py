@@ -26,6 +26,7 @@ from tutelage.config.base import Section
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.explain import explain, sections, type_at
 from tutelage.config.schema import Config, RunConfig
+from tutelage.config.shipped import find_recipe
 from tutelage.config.tree import (
     DEFAULT,
     RESOLVED_HEADER,
@@ -61,14 +62,16 @@ class Loaded:
     """The origin of every value by its dotted key: `recipes/a.yaml:12`, `command line` or `default`."""
 
 
-def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a recipe and those it extends, apply the overrides and validate the result.
+def load(recipe: str | Path, overrides: Sequence[str] = (), folder: Path | None = None) -> Loaded:
+    """Read a recipe and those it extends, apply the overrides and validate the result. Raises ConfigError with all
+    mistakes.
 
-    Raises ConfigError with all mistakes.
+    `recipe` is a file, or the name of a recipe that comes with the package.
+    `folder` is where relative paths of overrides are looked for, if that is not the working directory.
     """
     mistakes: list[Mistake] = []
-    tree = read_recipe(Path(recipe), (), mistakes)
-    changes = [read_override(override, mistakes) for override in overrides]
+    tree = read_recipe(find_recipe(recipe), (), mistakes)
+    changes = [read_override(override, mistakes, folder) for override in overrides]
     if tree is None:
         raise ConfigError(mistakes)
     for change in changes:

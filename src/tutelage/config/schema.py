@@ -131,9 +131,15 @@ def _reads_truth(config: Any) -> bool:
 
 class DataSettings(Section):
     train: str
-    """Training prompts: a .jsonl or .parquet file, or a Hugging Face dataset directory."""
+    """Prompts to learn from: .jsonl, .parquet, a Hugging Face dataset directory, or a dataset on the hub (org/name)."""
     validation: str | None = None
-    """Held-out prompts, in the same formats."""
+    """Held-out prompts, same formats."""
+    subset: Annotated[str | None, Rare()] = None
+    """Configuration of datasets on the hub that have several, such as main of openai/gsm8k."""
+    split: Annotated[str | None, Rare()] = None
+    """Split of data.train; null is train."""
+    validation_split: Annotated[str | None, Rare()] = None
+    """Split of data.validation; null is validation, else test."""
     prompt_column: str = "prompt"
     """Column with the prompt: a string, or a list of {role, content} messages."""
     ground_truth_column: Annotated[str, ReadWhen({"": _reads_truth})] = "ground_truth"

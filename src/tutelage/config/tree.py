@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
+from tutelage.config.shipped import shipped_recipes
+
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RESOLVED_HEADER = "# Resolved by tutelage: every value of the run. Relative paths are from the working directory.\n"
@@ -237,9 +239,7 @@ def _text(recipe: Path, mistakes: list[Mistake], said: str) -> str:
     try:
         return recipe.read_text(encoding="utf-8")
     except FileNotFoundError:
-        others = {other.stem: other for other in recipe.parent.glob("*.yaml")}
-        near = difflib.get_close_matches(recipe.stem, others, n=1)
-        reason = "no such recipe" + (f"; did you mean {others[near[0]]}?" if near else "")
+        reason = f"no such recipe{_meant(recipe)}"
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 text (byte {error.start})"
     except OSError as error:
@@ -248,7 +248,18 @@ def _text(recipe: Path, mistakes: list[Mistake], said: str) -> str:
     return ""
 
 
-def read_override(override: str, mistakes: list[Mistake]) -> Branch:
+def _meant(recipe: Path) -> str:
+    """The recipe that a path, or a name, that leads nowhere may stand for."""
+    beside = {other.stem: str(other) for other in recipe.parent.glob("*.yaml")}
+    others = {**{name: name for name in shipped_recipes()}, **beside}
+    said = str(recipe) if recipe.suffix == "" else recipe.stem
+    near = difflib.get_close_matches(said, others, n=1)
+    if near:
+        return f"; did you mean {others[near[0]]}?"
+    return "" if recipe.suffix else "; `tutelage recipes` lists those that come with tutelage"
+
+
+def read_override(override: str, mistakes: list[Mistake], folder: Path | None = None) -> Branch:
     """Parse `a.b=c` into a tree with one branch. An invalid override is recorded as a mistake and gives an empty
     tree."""
     nothing = Branch({}, COMMAND_LINE)
@@ -258,7 +269,7 @@ def read_override(override: str, mistakes: list[Mistake]) -> Branch:
         mistakes.append(Mistake("", COMMAND_LINE, f"{override!r} is not of the form key=value, e.g. optimizer.lr=1e-4"))
         return nothing
     before = len(mistakes)
-    reader = _Reader(COMMAND_LINE, None, mistakes)
+    reader = _Reader(COMMAND_LINE, folder, mistakes)
     root = reader.compose(text, prefix=".".join(path))
     if len(mistakes) > before:
         return nothing

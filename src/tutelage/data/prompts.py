@@ -3,14 +3,15 @@
     {"prompt": "Why is the sky blue?", "topic": "science"}                       a plain string
     {"prompt": [{"role": "user", "content": "Hi"}], "ground_truth": "Hello"}     chat messages
 
-JSONL, Parquet and directories written by `Dataset.save_to_disk` give the same records. Bad rows are reported together,
-by row number, and nothing is loaded then.
+JSONL, Parquet, directories written by `Dataset.save_to_disk` and datasets on the Hugging Face hub give the same
+records. Bad rows are reported together, by row number, and nothing is loaded then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from tutelage.config.schema import DataSettings, RunConfig
+from tutelage.config.start import is_hub_id
 from tutelage.data.notes import Report, silent
 from tutelage.data.trajectory import Message, Prompt
 from tutelage.errors import UserError
@@ -27,7 +29,12 @@ AGENT_LOOP_COLUMN = "agent_loop"
 FORMATS = ".jsonl, .parquet or a directory written by datasets' save_to_disk"
 SHOWN_ROWS = 10
 TRAIN_SPLITS, HELDOUT_SPLITS = ("train",), ("validation", "test")
-"""Splits of a saved DatasetDict that are read for data.train and for data.validation, the first that is there."""
+"""Splits that are read for data.train and for data.validation unless the settings name one, the first that is there."""
+USUAL_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "instruction", "query", "input", "text")
+USUAL_TRUTHS = ("ground_truth", "answer", "solution", "final_answer", "label", "target")
+"""What other datasets call the two columns; errors suggest those that are there."""
+TRUTH_REWARDS = frozenset({"classifier", "exact_match", "numeric", "ocr", "shapes"})
+"""Rewards of the package that compare with the ground truth."""
 
 
 class PromptError(UserError, ValueError):
@@ -77,14 +84,18 @@ class PromptSet(Sequence[Prompt]):
         return f"PromptSet({len(self)} rows of {self.source})"
 
 
-def load_prompts(settings: DataSettings, path: str, *, heldout: bool = False) -> PromptSet:
+def load_prompts(settings: DataSettings, path: str, *, heldout: bool = False, report: Report = silent) -> PromptSet:
     """Read and check every row of `path`, or raise a PromptError that names all bad rows. `heldout` decides which split
-    of a saved DatasetDict is meant."""
+    is meant."""
     found = Path(path)
-    if not found.exists():
+    if not found.exists() and is_hub_id(path):
+        rows = _table_rows(_fetch_dataset(path, settings, heldout, report), settings, path)
+    elif not found.exists():
         raise PromptError(f"{path}: no such file or directory (looked for {found.absolute()})")
-    if found.is_dir():
-        rows = _table_rows(_read_dataset(path, heldout), settings, path)
+    elif found.is_file() and (split := _named_split(settings, heldout)) is not None:
+        raise PromptError(f"{path}: {_split_key(heldout)} is {split!r}, but a file has no splits: remove the setting")
+    elif found.is_dir():
+        rows = _table_rows(_read_dataset(path, settings, heldout), settings, path)
     elif found.suffix.lower() == ".jsonl":
         rows = _read_jsonl(found)
     elif found.suffix.lower() == ".parquet":
@@ -167,9 +178,56 @@ def _read_parquet(path: str) -> Any:
         raise PromptError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def _read_dataset(path: str, heldout: bool) -> Any:
-    """An Arrow table of a saved Dataset, or of the one split of a saved DatasetDict that is meant."""
+def _fetch_dataset(name: str, settings: DataSettings, heldout: bool, report: Report) -> Any:
+    """An Arrow table of one split of a dataset on the hub, or in the local cache of datasets."""
     import datasets  # type: ignore[import-untyped]
+
+    report(f"{name} is no file or directory here; asking the Hugging Face hub")
+    split = _named_split(settings, heldout)
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()  # they would tear the display of the run
+    try:
+        loaded = datasets.load_dataset(name, settings.subset, split=split)
+    except Exception as error:  # the network border: hub, HTTP and transfer libraries each raise their own kinds
+        raise PromptError(_hub_message(name, settings, heldout, error)) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    if isinstance(loaded, datasets.DatasetDict):
+        loaded = loaded[_split(list(loaded), name, settings, heldout)]
+    return loaded.with_format("arrow")[:]
+
+
+def _hub_message(name: str, settings: DataSettings, heldout: bool, error: Exception) -> str:
+    """Why a dataset could not be had, in one sentence with what to do."""
+    where = f"{name}: no such file or directory (looked for {Path(name).absolute()})"
+    first_line = next(iter(str(error).splitlines()), repr(error))
+    if isinstance(error, ConnectionError) and os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false"):
+        reason = "HF_HUB_OFFLINE forbids asking the Hugging Face hub: unset it, or give a file"
+    elif isinstance(error, ConnectionError):
+        reason = f"the Hugging Face hub cannot be reached ({first_line}): give a file, or go online"
+    elif "Config name is missing" in str(error) or "BuilderConfig" in str(error):
+        reason = (
+            f"the dataset on the Hugging Face hub has several subsets, set data.subset to one of them ({first_line})"
+        )
+    elif _named_split(settings, heldout) is not None and "split" in str(error).lower():
+        reason = f"the dataset on the Hugging Face hub has no such split, correct {_split_key(heldout)} ({first_line})"
+    else:
+        reason = f"the Hugging Face hub did not give it ({first_line}): check the name, and log in with `hf auth login`"
+    return f"{where}, and {reason}"
+
+
+def _named_split(settings: DataSettings, heldout: bool) -> str | None:
+    return settings.validation_split if heldout else settings.split
+
+
+def _split_key(heldout: bool) -> str:
+    return "data.validation_split" if heldout else "data.split"
+
+
+def _read_dataset(path: str, settings: DataSettings, heldout: bool) -> Any:
+    """An Arrow table of a saved Dataset, or of the one split of a saved DatasetDict that is meant."""
+    import datasets
 
     try:
         loaded = datasets.load_from_disk(path)
@@ -178,12 +236,22 @@ def _read_dataset(path: str, heldout: bool) -> Any:
     except IndexError as error:  # what datasets answers where a saved dataset had no rows and so has no data files
         raise PromptError(f"{path}: no rows: the saved dataset, or one of its splits, has no data files") from error
     if isinstance(loaded, datasets.DatasetDict):
-        loaded = loaded[_split(list(loaded), path, heldout)]
+        loaded = loaded[_split(list(loaded), path, settings, heldout)]
+    elif (split := _named_split(settings, heldout)) is not None:
+        raise PromptError(
+            f"{path}: {_split_key(heldout)} is {split!r}, but it was saved without splits: remove the setting"
+        )
     return loaded.with_format("arrow")[:]
 
 
-def _split(splits: Sequence[str], path: str, heldout: bool) -> str:
-    """The only split, or the one that is named as its use: never training prompts to evaluate on by default."""
+def _split(splits: Sequence[str], path: str, settings: DataSettings, heldout: bool) -> str:
+    """The split that the settings name; else the only one, or the one that is named as its use: never training prompts
+    to evaluate on by default."""
+    named, key = _named_split(settings, heldout), _split_key(heldout)
+    if named is not None:
+        if named not in splits:
+            raise PromptError(f"{path}: {key} is {named!r}, but its splits are {', '.join(splits) or 'none'}")
+        return named
     if len(splits) == 1:
         return splits[0]
     wanted = HELDOUT_SPLITS if heldout else TRAIN_SPLITS
@@ -193,8 +261,8 @@ def _split(splits: Sequence[str], path: str, heldout: bool) -> str:
     use = "data.validation" if heldout else "data.train"
     raise PromptError(
         f"{path}: its splits are {', '.join(splits) or 'none'}; expected one named {' or '.join(map(repr, wanted))} "
-        f"for {use}: give the directory of the split you mean"
-        + (f", such as {Path(path) / splits[0]}" if splits else "")
+        f"for {use}: set {key} to the one you mean"
+        + (f", or give its directory, such as {Path(path) / splits[0]}" if splits and Path(path).is_dir() else "")
     )
 
 
@@ -204,7 +272,8 @@ def _table_rows(table: Any, settings: DataSettings, source: str) -> Iterator[_Ro
     wanted = {"data.prompt_column": settings.prompt_column, "data.teacher_column": settings.teacher_column}
     missing = [f"no column {name!r} ({key})" for key, name in wanted.items() if name is not None and name not in names]
     if missing:
-        raise PromptError(f"{source}: {' and '.join(missing)}; its columns are {', '.join(names) or 'none'}")
+        has = f"its columns are {', '.join(names) or 'none'}"
+        raise PromptError(f"{source}: {' and '.join(missing)}; {has}{_mapping(names, settings)}")
     for number, values in enumerate(table.to_pylist(), start=1):
         yield _Row(number, values)
 
@@ -240,7 +309,8 @@ def _content(
     value = values.get(column)
     if value is None:
         state = "is null" if column in values else f"is missing (the row has {', '.join(values) or 'no columns'})"
-        mistakes.append(f"the prompt column {column!r} {state}; set data.prompt_column to the column with the prompt")
+        todo = _mapping(list(values), settings) or "; set data.prompt_column to the column with the prompt"
+        mistakes.append(f"the prompt column {column!r} {state}{todo}")
     elif isinstance(value, str):
         _check_text(value, f"the prompt {column!r}", mistakes)
         if not value.strip():
@@ -253,6 +323,18 @@ def _content(
     else:
         return _with_system(_messages(value, column, mistakes), settings), None
     return (), None
+
+
+def _mapping(names: Sequence[str], settings: DataSettings) -> str:
+    """The settings to write for columns that are called otherwise, as far as they can be guessed."""
+    if settings.prompt_column in names:
+        return ""
+    prompt = next((name for name in USUAL_PROMPTS if name in names), None)
+    if prompt is None:
+        return ""
+    truth = next((name for name in USUAL_TRUTHS if name in names), None)
+    both = f" and data.ground_truth_column={truth}" if truth and settings.ground_truth_column not in names else ""
+    return f"; set data.prompt_column={prompt}{both}"
 
 
 def _messages(items: list[Any], column: str, mistakes: list[str]) -> tuple[Message, ...]:
@@ -420,6 +502,20 @@ class PromptStream:
         return self._order[index] if self._shuffle else index
 
 
+def _require_truths(prompts: PromptSet, config: RunConfig) -> None:
+    """Refuse rows without right answers where a reward of the package compares with them."""
+    compare = [name for name, reward in config.rewards.items() if reward.function in TRUTH_REWARDS]
+    if not compare or any(prompt.ground_truth is not None for prompt in prompts):
+        return
+    there = list(prompts[0].columns)
+    named = next((f"={name}" for name in USUAL_TRUTHS if name in there), " to the column with the right answer")
+    raise PromptError(
+        f"{prompts.source}: no row has the column {config.data.ground_truth_column!r}, which rewards.{compare[0]} "
+        f"({config.rewards[compare[0]].function}) compares with (row {prompts[0].row} has "
+        f"{', '.join([config.data.prompt_column, *there])}); set data.ground_truth_column{named}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """What the run learns from and is evaluated on."""
@@ -432,8 +528,18 @@ class Prompts:
     @classmethod
     def load(cls, config: RunConfig, report: Report = silent) -> Prompts:
         data = config.data
-        heldout = load_prompts(data, data.validation, heldout=True) if data.validation else None
-        train = load_prompts(data, data.train)
+        sources = (data.train, data.validation or "")
+        if data.subset is not None and not any(is_hub_id(name) and not Path(name).exists() for name in sources):
+            raise PromptError(f"data.subset is {data.subset!r}, but no data come from the hub: remove the setting")
+        heldout = load_prompts(data, data.validation, heldout=True, report=report) if data.validation else None
+        train = load_prompts(data, data.train, report=report)
+        for prompts in (train, *([heldout] if heldout is not None else [])):
+            _require_truths(prompts, config)
+        if len(train) < config.prompts_per_step:
+            report(
+                f"{train.source} has {len(train):,} rows, fewer than prompts_per_step ({config.prompts_per_step:,}): a "
+                "step draws some of them more than once; lower prompts_per_step, or give more rows"
+            )
         if heldout is not None and (shared := heldout.shared_with(train)):
             report(
                 f"{shared:,} of the {len(heldout):,} held-out prompts ({heldout.source}) are training prompts too "

@@ -28,6 +28,7 @@ from tutelage.assemble import Parts, assemble
 from tutelage.backends.interrupt import run_to_end
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.schema import RunConfig
+from tutelage.config.start import require_files
 from tutelage.data import durable
 from tutelage.data.notes import Progress, unseen
 from tutelage.data.ragged import Ragged
@@ -370,6 +371,8 @@ def evaluate_run(config: RunConfig, run: Path | None, checkpoint: str) -> dict[s
     the run, which may be in progress."""
     from tutelage.record.display import Display
 
+    if run is not None:
+        require_files(config, run)
     with Display(0, f"eval {config.name}") as display:
         parts, path = assemble(config, display.note, display.progress), None
         if run is not None:

@@ -36,10 +36,12 @@ from tutelage.modality.text_models import (
     teacher_engine,
     teacher_head,
     teacher_model,
+    teacher_models,
 )
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.heads import head_vocabulary, load_head
 from tutelage.models.loading import apply_lora, load_causal_lm, save_hf
+from tutelage.models.sources import name_for_others
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.models.weights import copy_into
 from tutelage.queue.contract import SampleQueue
@@ -104,7 +106,7 @@ class TextModality(Modality):
     def embed(self, prompts: Prompts, queue: SampleQueue, progress: Progress) -> Embedded:
         config, tokenizer = self.config, self.tokenizer
         student = student_model(config, self.report)
-        teachers = {name: teacher_model(config, name, self.report) for name in config.teachers}
+        teachers = teacher_models(config, self.report)
         vocabulary = self._vocabulary(student.head.vocabulary, {n: m.head.vocabulary for n, m in teachers.items()})
         reached = {"student": student.reach, **{f"teachers.{name}": model.reach for name, model in teachers.items()}}
         usable = self._usable(prompts, reached, progress)
@@ -227,7 +229,7 @@ class TextModality(Modality):
         model = load_causal_lm(student, dtype=dtype)
         saved = apply_lora(model, student.lora, self.config.seed) if student.lora is not None else model
         copy_into(model, tensors["model"])
-        save_hf(saved, self.tokenizer, out, keep_adapter)
+        save_hf(saved, self.tokenizer, out, keep_adapter, name_for_others(student.path))
         found: torch.dtype = model.dtype
         return found
 

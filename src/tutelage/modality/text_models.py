@@ -4,6 +4,7 @@ fit together."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,30 @@ def student_model(config: Config, report: Report = silent, device: str = "cpu", 
 def teacher_model(config: Config, name: str, report: Report = silent, device: str = "cpu") -> CausalLM:
     model = load_causal_lm(config.teachers[name], device=device, attention=ATTENTION, progress=report)
     return _frozen(on_packs(model, f"teachers.{name}", config.teachers[name], report))
+
+
+def teacher_models(config: Config, report: Report = silent) -> dict[str, CausalLM]:
+    """Load all teachers into this process. Those that name the same model share it: they never change its weights."""
+    loaded: dict[str, CausalLM] = {}
+    for name, owner in model_owners(config).items():
+        if owner == name:
+            loaded[name] = teacher_model(config, name, report)
+        else:
+            report(f"teachers.{name}: the model of teachers.{owner}, which is loaded once")
+            loaded[name] = loaded[owner]
+    return loaded
+
+
+def model_owners(config: Config) -> dict[str, str]:
+    """For each teacher, the first one that names the same model in the same dtype."""
+    first: dict[tuple[str, str], str] = {}
+    return {name: first.setdefault((_same(t.path), t.dtype), name) for name, t in config.teachers.items()}
+
+
+def _same(path: str) -> str:
+    """The path of a directory in the one spelling that it has; any other name of a model as it is."""
+    directory = Path(path).expanduser()
+    return str(directory.resolve()) if directory.is_dir() else path
 
 
 def on_packs(model: Any, key: str, settings: ModelSettings, report: Report) -> CausalLM:

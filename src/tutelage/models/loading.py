@@ -157,11 +157,18 @@ def check_head_is_plain(model: PreTrainedModel, settings: LoraSettings) -> None:
             )
 
 
-def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Path, keep_adapter: bool = False) -> None:
-    """Write a Hugging Face directory atomically. The model in memory is not changed.
+def save_hf(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: SavesItself,
+    out: Path,
+    keep_adapter: bool = False,
+    base: str | None = None,
+) -> None:
+    """Write a Hugging Face directory, whole or not at all; the model in memory stays as it is.
 
-    A LoRA adapter is merged into the weights or, with `keep_adapter`, saved alone. The subdirectory `base/` then
-    contains the base model, unless its original path gives the same model (it does not if layers were removed).
+    A LoRA adapter is merged into the weights, or kept apart (`keep_adapter`): then the directory holds the adapter,
+    and below it `base/`, if the path the base was loaded from does not give the same model (layers were cut). The
+    adapter names its base by `base`, or by the absolute path of its directory.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -172,7 +179,7 @@ def save_hf(model: PreTrainedModel | PeftModel, tokenizer: SavesItself, out: Pat
         if not isinstance(model, PeftModel):
             model.save_pretrained(directory)
         elif keep_adapter:
-            _save_adapter(model, tokenizer, directory, out)
+            _save_adapter(model, tokenizer, directory, out, base)
         else:
             _plain_copy(model, merged=True).save_pretrained(directory)
         tokenizer.save_pretrained(directory)
@@ -365,18 +372,20 @@ def _plain_state(base: PreTrainedModel, *, merged: bool) -> dict[str, Tensor]:
     return state
 
 
-def _save_adapter(model: PeftModel, tokenizer: SavesItself, directory: Path, out: Path) -> None:
-    """Save the adapter, and the base model if its original path would give a different one."""
+def _save_adapter(model: PeftModel, tokenizer: SavesItself, directory: Path, out: Path, name: str | None) -> None:
+    """The adapter, and its base beside it where the base's own path would give another model."""
     model.save_pretrained(str(directory), save_embedding_layers=False)
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
     if _comes_back(base):
-        return
-    _plain_copy(model, merged=False).save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+        name = name or str(Path(str(base.config.name_or_path)).absolute())
+    else:
+        _plain_copy(model, merged=False).save_pretrained(directory / "base")
+        tokenizer.save_pretrained(directory / "base")
+        name = str(out.absolute() / "base")
     file = directory / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] = str(out.absolute() / "base")
+    settings["base_model_name_or_path"] = name
     file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 

@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from tutelage.config.start import is_hub_id
 from tutelage.data import durable
 from tutelage.data.notes import Report, silent
 from tutelage.errors import UserError
@@ -66,7 +66,7 @@ def resolve(path: str, progress: Report | None = None) -> Path:
         return directory
     if directory.exists():
         raise ModelError(f"{path} is a file; a model is a directory with config.json and *.safetensors")
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    if is_hub_id(path):
         return _from_hub(path, report)
     raise ModelError(f"model directory {path} does not exist (looked for {directory.absolute()})")
 
@@ -75,6 +75,14 @@ def maker_of(path: str, makers: Mapping[str, Maker]) -> Maker | None:
     """The maker that the scheme of `path` belongs to; None if it has no scheme, or one that nobody entered."""
     scheme, colon, _ = path.partition(":")
     return makers.get(scheme) if colon else None
+
+
+def name_for_others(path: str) -> str:
+    """The name under which other programs load the model that `path` names, from any directory: the absolute path of
+    its directory, or its hub id."""
+    if is_hub_id(path) and not Path(path).expanduser().is_dir():
+        return path
+    return str(resolve(path).absolute())
 
 
 def cache_directory() -> Path:

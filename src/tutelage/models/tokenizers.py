@@ -59,13 +59,17 @@ class SafeTokenizer:
         return cls(load_tokenizer(directory), _generation_eos(directory))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the token ids of a conversation, formatted by the chat template."""
-        options = {"tokenize": True, "return_dict": False, "add_generation_prompt": add_generation_prompt}
+        """Token ids of a conversation, through the chat template, up to where the assistant writes next: in a turn of
+        its own, or at the end of the last message if that is the assistant's. Without the generation prompt it is the
+        conversation as it stands."""
+        options = {"tokenize": True, "return_dict": False}
+        if add_generation_prompt:
+            options |= _where_to_write(messages)
         return list(self._template(messages, options))
 
     def _templated(self, messages: Sequence[Message]) -> str:
-        """Return the text that `render` tokenises."""
-        return str(self._template(messages, {"tokenize": False, "add_generation_prompt": True}))
+        """The text that `render` tokenises."""
+        return str(self._template(messages, {"tokenize": False, **_where_to_write(messages)}))
 
     def _template(self, messages: Sequence[Message], options: dict[str, bool]) -> Any:
         if self.chat_template is None:
@@ -144,6 +148,12 @@ class SafeTokenizer:
             pieces.append(text[reached:upto])
             reached = upto
         return pieces
+
+
+def _where_to_write(messages: Sequence[Message]) -> dict[str, bool]:
+    """Options of a chat template: continue a message of the assistant, or open a turn."""
+    continued = bool(messages) and messages[-1].role == "assistant"
+    return {"continue_final_message": True} if continued else {"add_generation_prompt": True}
 
 
 @dataclass(frozen=True, slots=True)

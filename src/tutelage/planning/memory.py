@@ -11,7 +11,7 @@ import torch
 from tutelage.algorithms.contract import Algorithm
 from tutelage.config.schema import Config, TextOptimizerSettings
 from tutelage.engines.torch_lm import CACHE_BLOCK
-from tutelage.modality.text_models import PREFIX_TOKENS
+from tutelage.modality.text_models import PREFIX_TOKENS, model_owners
 from tutelage.models.sizes import Sizes, Weights
 
 LOGIT_BUFFERS = 3
@@ -28,6 +28,26 @@ class Item:
     """None if unknown."""
     how: str
     """How the bytes were computed."""
+
+
+_WAYS = {
+    "student weights": "take a smaller student, or student.dtype=bfloat16",
+    "student ": "use student.lora, or a smaller student",
+    "critic": "use student.lora, a smaller student, or an algorithm without a critic",
+    "reference": "take a smaller student, or algorithm.kl=0, which needs no reference",
+    "teacher": "take a smaller teacher, or dtype bfloat16 for it",
+    "key-value cache": "lower engine.slots or engine.context",
+    "kept prompts": "take smaller models, or rollout.samples=1, which keeps nothing",
+    "logits": "lower optimizer.logit_tokens",
+    "activations": "lower optimizer.micro_batch_tokens, or set learner.activation_checkpointing=true",
+    "columns": "lower prompts_per_step, rollout.samples or rollout.max_tokens",
+}
+"""By the beginning of an item's name, the first that fits."""
+
+
+def how_to_lower(item: Item) -> str:
+    """What to set so that this takes less memory."""
+    return next(way for name, way in _WAYS.items() if item.name.startswith(name))
 
 
 def optimizer_bytes(settings: TextOptimizerSettings, learns: Weights) -> int:
@@ -64,8 +84,12 @@ def embedded_memory(config: Config, algorithm: Algorithm, sizes: Mapping[str, Si
         yield Item("student", None, not_made(config.student.path))
     else:
         yield from _learning(config, algorithm, student)
+    owners = model_owners(config)
     for name, teacher in config.teachers.items():
         known = sizes[f"teachers.{name}"]
+        if owners[name] != name:
+            yield Item(f"teacher {name} weights", 0, f"the model of teacher {owners[name]}, which is loaded once")
+            continue
         how = not_made(teacher.path) if known is None else parameters(known.plain)
         yield Item(f"teacher {name} weights", None if known is None else known.plain.bytes, how)
     each = sum(size.cached for size in sizes.values() if size is not None)

@@ -31,7 +31,7 @@ from tutelage.learner.schedule import schedule
 from tutelage.models.sizes import Sizes, model_sizes
 from tutelage.models.sources import ModelError
 from tutelage.planning.cluster import ClusterPlan, plan_cluster, show_cluster
-from tutelage.planning.memory import Item, available_memory, embedded_memory, readable
+from tutelage.planning.memory import Item, available_memory, embedded_memory, how_to_lower, readable
 
 WIDE = 200
 """Line width for output to a pipe or file."""
@@ -410,8 +410,9 @@ def _verdict(planned: Plan) -> Iterator[tuple[str, str]]:
     yield f"available on this machine: {readable(planned.available)}", ""
     if planned.too_large:
         over = f"{readable(planned.total)} is more than the {readable(planned.available)} available"
-        ways = "engine.slots, engine.context or optimizer.micro_batch_tokens, use student.lora, or a smaller model"
-        yield f"warning: {over}: lower {ways}", "bold red"
+        largest = max(planned.memory, key=lambda item: item.bytes or 0)
+        term = f"the largest term is {largest.name} ({readable(largest.bytes or 0)}: {largest.how})"
+        yield f"warning: {over}; {term}: {how_to_lower(largest)}", "bold red"
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

@@ -1,6 +1,7 @@
 """What a run leaves behind.
 
     config.yaml                   the resolved config: what makes a directory a run
+    start.json                    the directory that the run was started in, see config/start.py
     data.json                     rows and digest of the prompts to learn from and of those to evaluate on
     metrics.jsonl                 {"step": 1, "kl": 0.81, …}, one line per step, every step exactly once
     validation.jsonl              {"step": 0, "kl": 0.83, …}, one line per evaluation; step 0 is the one before training
@@ -19,11 +20,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tutelage.config.start import START
 from tutelage.data import durable
 from tutelage.data.durable import remove_quietly, temporary_of
 from tutelage.data.trajectory import Key
@@ -39,6 +42,7 @@ from tutelage.record.files import (
     write_atomic,
     write_lines,
 )
+from tutelage.record.lock import LOCK, locked
 from tutelage.record.timeline import INTERVAL, Interval
 
 _RESERVED = ("step", "nonfinite")
@@ -115,16 +119,38 @@ class RunDirectory:
         self.path = Path(path)
 
     @classmethod
-    def create(cls, path: Path | str, config_yaml: str) -> RunDirectory:
+    def create(cls, path: Path | str, config_yaml: str, start: Mapping[str, Any] | None = None) -> RunDirectory:
         """Start a run in a directory that holds none. What is left of a start that did not come to its first step is
-        removed."""
+        removed. `start` says where the run was started."""
         run = cls(path)
         run.require_free()
         if run.path.is_dir():
             run.rewind(-1)
             shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
+        if start is not None:
+            run.write_start(start)
         write_atomic(run.path / "config.yaml", config_yaml, then="start the run again")
         return run
+
+    def write_start(self, start: Mapping[str, Any]) -> None:
+        """Where the run was started, see `config.start`."""
+        write_atomic(self.path / START, json.dumps(start, indent=1) + "\n", then="start the run again")
+
+    def set_aside(self) -> Path | None:
+        """Move a run that has begun to a name with the time, and return its new place; None if there is none. UserError
+        while a process holds the run."""
+        if not self.path.is_dir() or not self._has_begun():
+            return None
+        stamped = f"{self.path.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = (stamped, *(f"{stamped}-{number}" for number in range(2, 100)))
+        with locked(self.path, print):
+            target = next(target for name in names if not (target := self.path.with_name(name)).exists())
+            try:
+                self.path.rename(target)
+            except OSError as error:
+                raise UserError(f"{self.path} cannot be moved to {target}: {error.strerror}") from error
+            (target / LOCK).unlink(missing_ok=True)
+        return target
 
     def keep_config(self, config_yaml: str) -> None:
         """A resumed run that was told to go further remembers it."""
@@ -149,7 +175,8 @@ class RunDirectory:
         if self._has_begun():
             raise UserError(
                 f"{self.path} already holds a run ({', '.join(found)}). "
-                f"Continue it with `tutelage resume {self.path}`, or choose another name (name=…)."
+                f"Continue it with `tutelage resume {self.path}`, choose another name (name=…), or move it aside with "
+                "`tutelage train --replace`."
             )
         self._require_writable()
 
