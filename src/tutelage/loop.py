@@ -225,10 +225,12 @@ async def _record(
     metrics |= await batch_metrics(parts.queue, ref, reward_weights(config))
     actions = sum(int(ref.tags[key]["actions"]) for key in ref.keys)
     metrics |= parts.modality.step_metrics(actions, len(ref), metrics["step_seconds"])
-    generate, teacher = await parts.backend.seconds()  # embedded they take turns, so their times do not overlap
+    generate, scoring = await parts.backend.seconds()  # embedded they take turns, so their times do not overlap
     update = run.display.phase_metrics().get("seconds/update", 0.0)
-    metrics |= {"replaced_groups": float(run.replaced)}
-    metrics |= {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
+    metrics |= {"replaced_groups": float(run.replaced), "seconds/generate": generate}
+    if config.teachers or scoring > 0:  # without teachers, the reference scores
+        metrics["seconds/teacher" if config.teachers else "seconds/reference"] = scoring
+    metrics["seconds/update"] = update
     chosen = config.algorithm
     known = OBJECTIVES.get(chosen.objective) if isinstance(chosen, Distill) else None
     if "divergence" in metrics and known is not None and known.estimates_kl:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Better = Literal["lower", "higher", "neither"]
 
+PHASE = "seconds/"
+"""Prefix of the time of a phase of a step: `seconds/update`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measure:
