@@ -84,6 +84,14 @@ def export_command(args: argparse.Namespace) -> None:
     print(f"exported: {args.out} ({dtype})")
 
 
+def report_command(args: argparse.Namespace) -> None:
+    run = _existing_run(args.run)
+    from tutelage.record.report import write_report_and_pictures
+    from tutelage.record.run_directory import RunDirectory
+
+    print(write_report_and_pictures(RunDirectory.open(run)))
+
+
 def plan_command(args: argparse.Namespace) -> int:
     from tutelage.backends.placement import describe_cluster
     from tutelage.config.load import load
@@ -172,6 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(evaluate)
     _add_checkpoint(evaluate, default=None)
 
+    report = _command(commands, "report", report_command, "write the report of a run and print its path", _REPORT)
+    report.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+
     config = commands.add_parser("config", help="look at configurations", allow_abbrev=False)
     shown = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show = _command(shown, "show", show_command, "print what a run would read and where each value comes from", _SHOW)
@@ -208,6 +219,9 @@ key=value words change settings for the rest of the run, and its config.yaml kee
 everything so far would have been the same may change; any other is refused with the list of those that may."""
 _EVAL = """example: tutelage eval runs/quickstart --checkpoint best
 example: tutelage eval recipes/quickstart.yaml student.drop_layers=[]"""
+_REPORT = """example: tutelage report runs/quickstart
+
+The run may be under way, stopped or finished: report.html in its directory shows what is recorded so far."""
 _SHOW = "example: tutelage config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
 _PLAN = """example: tutelage plan recipes/quickstart.yaml algorithm.objective=k2
 

@@ -110,8 +110,12 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
         try:
             yield run
         except RunLost as error:
+            run.recorder.report_so_far()
             on = f"`tutelage resume {directory.path}` goes on from the last checkpoint."
             raise UserError(f"{error}\n{on}") from error
+        except (Exception, KeyboardInterrupt):
+            run.recorder.report_so_far()
+            raise
     finish(run)
 
 
@@ -222,7 +226,8 @@ async def _record(
 ) -> None:
     """Complete the metrics of the step and write them down, with the episodes that the recipe keeps."""
     parts, config, recorder = run.parts, run.parts.config, run.recorder
-    metrics |= await batch_metrics(parts.queue, ref, reward_weights(config))
+    weights = reward_weights(config)
+    metrics |= await batch_metrics(parts.queue, ref, weights)
     actions = sum(int(ref.tags[key]["actions"]) for key in ref.keys)
     metrics |= parts.modality.step_metrics(actions, len(ref), metrics["step_seconds"])
     generate, scoring = await parts.backend.seconds()  # embedded they take turns, so their times do not overlap
@@ -239,7 +244,7 @@ async def _record(
     teacher_of = parts.teachers.route if parts.teachers.teachers else lambda prompt: None
     kept = config.record.rollouts
     pieces = parts.modality.pieces if parts.modality.has_text else None
-    rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, pieces, teacher_of)
+    rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, pieces, teacher_of, tuple(weights))
     recorder.step(run.step, metrics, await parts.backend.timeline(), rows)
     advice = notes.flat_rewards(chosen, config.rollout.samples, run.step, metrics)
     if advice is not None and not run.told_flat:

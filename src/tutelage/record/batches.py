@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -48,18 +49,20 @@ async def rollout_rows(
     prompts: Sequence[Prompt],
     pieces: Callable[[list[int]], Sequence[str]] | None,
     teacher_of: Callable[[Prompt], str | None],
+    rewards: Sequence[str] = (),
 ) -> list[RolloutRow]:
     """The first episodes of a step as the record keeps them; none if there is no text to show.
 
-    `columns` is what the learner saw at every action of these rows; `pieces` gives the text of each token id.
+    `columns` is what the learner saw at every action of these rows; `pieces` gives the text of each token id; `rewards`
+    names the entries of the column reward_parts.
     """
     shown = ref.rows(range(shown_rows(kept, ref)))
     if not shown.keys or "student_logp" not in columns or pieces is None:
         return []
-    batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward"))
+    batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward", "reward_parts"))
     by_uid = {prompt.uid: prompt for prompt in prompts}
     return [
-        _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), pieces, teacher_of)
+        _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), pieces, teacher_of, rewards)
         for number, key in enumerate(batch.keys)
     ]
 
@@ -72,6 +75,7 @@ def _rollout_row(
     finish: str,
     pieces: Callable[[list[int]], Sequence[str]],
     teacher_of: Callable[[Prompt], str | None],
+    rewards: Sequence[str],
 ) -> RolloutRow:
     ids = batch.columns["tokens"].row(number)[batch.columns["mask"].row(number)].tolist()
     reward = batch.rows.get("reward")
@@ -87,7 +91,18 @@ def _rollout_row(
         reward=None if reward is None else float(reward[number]),
         finish=finish,
         version=tuple(batch.columns["version"].row(number).tolist()),
+        advantage=_row(columns, "advantage", number),
+        reward_parts=named_parts(batch, number, rewards),
     )
+
+
+def named_parts(batch: Batch, number: int, rewards: Sequence[str]) -> dict[str, float]:
+    """What each of the recipe's reward functions gave a row; nothing where the agent loop gave the reward itself."""
+    parts = batch.rows.get("reward_parts")
+    if parts is None:
+        return {}
+    found = dict(zip(rewards, parts[number].tolist(), strict=True))
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def _row(columns: Mapping[str, Ragged], name: str, number: int) -> tuple[float, ...] | None:

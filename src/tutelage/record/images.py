@@ -91,6 +91,24 @@ class Picture:
     png: bytes
 
 
+def picture_rows(picture: Picture) -> list[tuple[bytes, tuple[str, ...]]]:
+    """The rows of a grid, each a PNG of its own with the prompts of the pictures in it."""
+    columns, prompts = picture.columns, picture.prompts
+    parts = [prompts[start : start + columns] for start in range(0, len(prompts), columns)]
+    if len(parts) == 1:
+        return [(picture.png, prompts)]
+    from PIL import Image
+
+    whole = Image.open(io.BytesIO(picture.png))
+    height = (whole.height - _LINE) // len(parts)
+    found = []
+    for number, part in enumerate(parts):
+        buffer = io.BytesIO()
+        whole.crop((0, number * height, whole.width, (number + 1) * height + _LINE)).save(buffer, "PNG")
+        found.append((buffer.getvalue(), part))
+    return found
+
+
 class ImageRecord:
     """Writes and reads the pictures of one run."""
 

@@ -20,7 +20,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,15 @@ class EvalSample:
     prompt: str
     pieces: tuple[str, ...]
     """the text of each token of the answer"""
-    divergence: tuple[float, ...]
-    """teacher–student divergence at each of these tokens, in nats"""
+    divergence: tuple[float, ...] | None
+    """teacher–student divergence at each of these tokens, in nats; None without a teacher"""
+    reward: float | None = None
+    """None without rewards, or in a record that did not keep it yet"""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """the value of each reward function, unweighted, by the name that the recipe gives it"""
 
     def __post_init__(self) -> None:
-        if len(self.pieces) != len(self.divergence):
+        if self.divergence is not None and len(self.pieces) != len(self.divergence):
             raise ValueError(f"prompt {self.uid}: {len(self.pieces)} tokens but {len(self.divergence)} divergences")
 
     @property
@@ -85,9 +89,18 @@ class RolloutRow:
     finish: str
     version: tuple[int, ...]
     """weight version of each action"""
+    advantage: tuple[float, ...] | None = None
+    """advantage of each action; None where the algorithm has none, or in a record that did not keep it yet"""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """as in EvalSample"""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def __post_init__(self) -> None:
         columns = {
+            "advantage": self.advantage,
             "pieces": self.pieces,
             "ids": self.ids,
             "student_logp": self.student_logp,
@@ -267,6 +280,11 @@ class RunDirectory:
         """The training episodes that were kept of that step."""
         return [_rollout_from_json(row) for row in read_lines(self._rollouts_path(step))]
 
+    def rollout_steps(self) -> list[int]:
+        """The steps of which training episodes were kept, in order."""
+        matches = (_STEP_FILE.fullmatch(path.name) for path in (self.path / "rollouts").glob("step-*.jsonl"))
+        return sorted(int(match[1]) for match in matches if match)
+
     def load_summary(self) -> dict[str, Any]:
         """{} while the run has not finished."""
         return _read_json(self.path / "summary.json")
@@ -342,13 +360,28 @@ def _floats(values: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(none_to_nan(value) for value in values)
 
 
+def _optional_floats(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
+    return None if values is None else _floats(values)
+
+
+def _parts(content: Mapping[str, Any]) -> dict[str, float]:
+    return {name: none_to_nan(value) for name, value in content.get("reward_parts", {}).items()}
+
+
 def _sample_to_json(sample: EvalSample) -> dict[str, Any]:
     content: dict[str, Any] = _finite(asdict(sample))
     return content
 
 
 def _sample_from_json(content: Mapping[str, Any]) -> EvalSample:
-    return EvalSample(content["uid"], content["prompt"], tuple(content["pieces"]), _floats(content["divergence"]))
+    return EvalSample(
+        uid=content["uid"],
+        prompt=content["prompt"],
+        pieces=tuple(content["pieces"]),
+        divergence=_optional_floats(content["divergence"]),
+        reward=content.get("reward"),
+        reward_parts=_parts(content),
+    )
 
 
 def _rollout_to_json(row: RolloutRow) -> dict[str, Any]:
@@ -364,9 +397,11 @@ def _rollout_from_json(content: Mapping[str, Any]) -> RolloutRow:
         pieces=tuple(content["pieces"]),
         ids=tuple(content["ids"]),
         student_logp=_floats(content["student_logp"]),
-        teacher_logp=None if content["teacher_logp"] is None else _floats(content["teacher_logp"]),
-        divergence=None if content["divergence"] is None else _floats(content["divergence"]),
+        teacher_logp=_optional_floats(content["teacher_logp"]),
+        divergence=_optional_floats(content["divergence"]),
         reward=content["reward"],
         finish=content["finish"],
         version=tuple(content["version"]),
+        advantage=_optional_floats(content.get("advantage")),
+        reward_parts=_parts(content),
     )
