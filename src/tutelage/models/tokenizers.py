@@ -35,6 +35,10 @@ def load_tokenizer(path: str | Path, progress: Progress | None = None) -> PreTra
     return tokenizer
 
 
+class NoChatTemplate(ModelError):
+    """A conversation cannot be rendered, whatever is in it."""
+
+
 class SafeTokenizer:
     """A fast tokenizer behind a lock: two threads inside one at once is "RuntimeError: Already borrowed"."""
 
@@ -68,7 +72,9 @@ class SafeTokenizer:
 
     def _template(self, messages: Sequence[Message], options: dict[str, bool]) -> Any:
         if self.chat_template is None:
-            raise ModelError("the tokenizer has no chat template: set data.template: none to use prompts as plain text")
+            raise NoChatTemplate(
+                "the tokenizer has no chat template: set data.template: none to use prompts as plain text"
+            )
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             with self._lock:
