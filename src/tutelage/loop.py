@@ -66,8 +66,8 @@ class Run:
     """why groups failed, since the run began"""
     unmeasured: dict[int, str] = field(default_factory=dict)
     """steps whose evaluation failed, and why"""
-    told_flat: bool = False
-    """whether the run has said that rewards teach nothing"""
+    told: set[str] = field(default_factory=set)
+    """names of the warnings that the run has given"""
     counts: dict[str, Any] = field(default_factory=dict)
     """of rewards and teachers, at the end"""
 
@@ -246,10 +246,11 @@ async def _record(
     pieces = parts.modality.pieces if parts.modality.has_text else None
     rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, pieces, teacher_of, tuple(weights))
     recorder.step(run.step, metrics, await parts.backend.timeline(), rows)
-    advice = notes.flat_rewards(chosen, config.rollout.samples, run.step, metrics)
-    if advice is not None and not run.told_flat:
-        run.told_flat = True
-        recorder.note(advice)
+    finishes = [str(ref.tags[key]["finish"]) for key in ref.keys]
+    for name, warning in notes.warnings(config, run.step, metrics, finishes).items():
+        if warning is not None and name not in run.told:
+            run.told.add(name)
+            recorder.note(warning)
 
 
 async def validate(run: Run) -> None:
