@@ -21,8 +21,12 @@ from tutelage.record.display import Display, final_table
 from tutelage.record.images import ImageRecord
 from tutelage.record.report import write_report_and_pictures
 from tutelage.record.run_directory import EvalSample, RolloutRow, RunDirectory
+from tutelage.record.sample_table import SampleTable
 from tutelage.record.timeline import Interval
-from tutelage.record.writers import HELD_OUT, MetricWriter, TensorBoardWriter, WandbWriter
+from tutelage.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
+
+SAMPLES_EVERY = 10
+"""Metric writers get answers of the first training step and of every tenth: trackers keep each table as a file."""
 
 
 @dataclass(slots=True)
@@ -65,13 +69,17 @@ class Recorder:
             self.directory.log_rollouts(step, rollouts)
         for writer in self.writers:
             writer.log(step, metrics)
+            if rollouts and (step == 1 or step % SAMPLES_EVERY == 0):
+                writer.samples(step, SampleTable.of(rollouts))
         self.display.step(step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[EvalSample]) -> None:
         """Write the measures of an evaluation and the answers that they were taken on."""
         self.directory.log_validation(step, metrics, samples)
         for writer in self.writers:
-            writer.log(step, {HELD_OUT + name: value for name, value in metrics.items()})
+            writer.log(step, metrics, held_out=True)
+            if samples:
+                writer.samples(step, SampleTable.of(samples), held_out=True)
         said = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.note(f"held-out at step {step}: {said}")
 
