@@ -1,4 +1,4 @@
-"""What the record keeps of a step's batch: its metrics, and its episodes token by token."""
+"""Computes what the record keeps of a step's batch: its metrics, and its episodes token by token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ SAMPLED_ROLLOUTS = 4
 
 
 def shown_rows(kept: str, ref: BatchRef) -> int:
-    """How many rows of a step, from its first, `record.rollouts` keeps with what the learner saw at every action."""
+    """How many of the first rows of a step are kept under the setting `record.rollouts`."""
     return min({"all": len(ref), "sample": SAMPLED_ROLLOUTS, "none": 0}[kept], len(ref))
 
 
 async def batch_metrics(queue: SampleQueue, ref: BatchRef, weights: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step's batch: the rewards one by one, by their `weights`, what teachers left out, and sizes."""
+    """Metrics of a step's batch: the mean of each reward, named by its weight in `weights`, the probability mass
+    outside the teachers' payloads, and numbers of rows."""
     metrics: dict[str, float] = {}
     lengths = torch.tensor([int(ref.tags[key]["actions"]) for key in ref.keys])
     actions = int(lengths.sum())

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line per step and, on a terminal, a live bar below them.
+"""Prints the progress of a run: one line per step and, on a terminal, a live bar below them.
 
 On a terminal, notes and steps wrap at its width. Elsewhere (a log file) every line stays whole, however long it is.
 """
@@ -104,7 +104,7 @@ class Display:
         return {PHASE + name: seconds for name, seconds in self._seconds.items()}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done. Its phase times are taken from the metrics if they are there, or else as measured here."""
+        """Print a step that is done, with its phase times from the metrics or, without those, as measured here."""
         now = time.monotonic()
         seconds = phases(metrics) or dict(self._seconds)
         self._recent.append(sum(seconds.values()) or now - self._last)
@@ -123,7 +123,7 @@ class Display:
         self.console.print(Text(printable(text)), soft_wrap=True)
 
     def progress(self, label: str, done: int, total: int) -> None:
-        """Work outside of steps, such as conversion or evaluation. Without a terminal, only its end is reported."""
+        """Show the progress of work outside of steps, such as an evaluation; without a terminal, only its end."""
         now = time.monotonic()
         if self._work is None or self._work[0] != label:
             self._work_started = now
@@ -158,7 +158,7 @@ class Display:
 
 
 def _facts(metrics: Mapping[str, float]) -> list[str]:
-    """What one line has room for: the objective and the speed."""
+    """The metrics that the line of a step shows: objective and speed."""
     names = [name for name in ("reward", "kl", "loss") if name in metrics]
     facts = [f"{name} {number(metrics[name])}" for name in names if name != "loss" or len(names) == 1]
     if "tokens_per_second" in metrics:
@@ -176,7 +176,8 @@ def final_table(
     seconds: float,
     checkpoint: Path | str,
 ) -> None:
-    """The outcome of a run: measures before and after, up to three answers (prompt, before, after), time and place."""
+    """Print the outcome of a run: measures before and after, up to three answers (prompt, before, after), the time of
+    training and the checkpoint."""
     table = Table(title="Held-out prompts, before and after", title_justify="left", title_style="bold")
     table.add_column("measure", overflow="fold")
     for heading in ("before", "after", "change"):

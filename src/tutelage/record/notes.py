@@ -1,4 +1,4 @@
-"""What a run tells its user about itself, as text. The recorder and the loop decide when to say it."""
+"""What a run tells its user about itself, as text. The loop and the recorder decide when to print it."""
 
 from __future__ import annotations
 

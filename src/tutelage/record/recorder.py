@@ -62,7 +62,7 @@ class Recorder:
     def step(
         self, step: int, metrics: Mapping[str, float], intervals: Sequence[Interval], rollouts: Sequence[RolloutRow]
     ) -> None:
-        """Write one training step: a line of metrics, when engines were busy, and the episodes that are kept."""
+        """Write one training step: its metrics, the requests that engines served, and the episodes that are kept."""
         self.directory.log_step(step, metrics)
         self.directory.log_timeline(step, intervals)
         if rollouts:
@@ -84,7 +84,7 @@ class Recorder:
         self.note(f"held-out at step {step}: {said}")
 
     def pictures(self, step: int, prompts: Sequence[str], media: Tensor, stages: Tensor) -> None:
-        """Write the pictures of an evaluation, and how the first of them came out of noise."""
+        """Write the pictures of an evaluation, and the denoising steps of the first one."""
         images = ImageRecord(self.directory)
         images.write_eval(step, prompts, media)
         images.write_denoising(step, prompts[0], stages)

@@ -1,4 +1,4 @@
-"""What a run leaves behind.
+"""The files of a run, and how they are read and written.
 
     config.yaml                   the resolved config: what makes a directory a run
     data.json                     rows and digest of the prompts to learn from and of those to evaluate on
@@ -11,7 +11,7 @@
     summary.json                  written once, at the end
     report.html                   see report.py
 
-A killed run may leave its last line torn and lines that are newer than its last checkpoint: `rewind` removes both.
+A killed run may leave an incomplete last line, and lines newer than its last checkpoint: `rewind` removes both.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EvalSample:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One trajectory of a training step: what the student wrote, and what it and its teacher thought of every token."""
+    """One trajectory of a training step: the tokens that the student wrote, with log-probs, reward and advantages."""
 
     key: Key
     prompt: str
@@ -140,12 +140,12 @@ class RunDirectory:
         return run
 
     def keep_config(self, config_yaml: str) -> None:
-        """A resumed run that was told to go further remembers it."""
+        """Replace config.yaml if a resumed run has changed settings."""
         if config_yaml != self.config_yaml():
             write_atomic(self.path / "config.yaml", config_yaml)
 
     def write_data(self, data: Mapping[str, Any]) -> None:
-        """Which prompts the run uses."""
+        """Write data.json, which identifies the prompts of the run."""
         if data != self.load_data():
             write_atomic(self.path / "data.json", json.dumps(data, allow_nan=False, indent=1) + "\n")
 
@@ -167,8 +167,8 @@ class RunDirectory:
         self._require_writable()
 
     def _require_writable(self) -> None:
-        """Write a file there and remove it, with the directories that it needed: what permissions, a full disk or a
-        read-only file system say is known before models are loaded."""
+        """Write a file there and remove it, with the directories that it needed, so that missing permissions, a full
+        disk or a read-only file system are found before models are loaded."""
         probe = temporary_of(self.path / "config.yaml")
         made: list[Path] = []
         try:
@@ -183,7 +183,7 @@ class RunDirectory:
                 remove_directory_quietly(path)
 
     def _has_begun(self) -> bool:
-        """A step was made, or something that only steps lead to is there."""
+        """Whether a step is recorded, or a file exists that is written only after a step."""
         metrics, saved = self.path / "metrics.jsonl", self.path / "checkpoints"
         steps = metrics.exists() and b"\n" in metrics.read_bytes()
         return steps or (self.path / "summary.json").exists() or any(saved.glob("*step-*"))
@@ -244,8 +244,8 @@ class RunDirectory:
         write_atomic(self.path / "summary.json", json.dumps(_finite(summary), allow_nan=False, indent=2) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Forget everything after `step`, and whatever a killed run left half written. Each file is replaced whole, and
-        rewinding twice is the same as once, so this may be interrupted too."""
+        """Remove everything after `step`, and what a killed run left incomplete. Each file is replaced whole,
+        and rewinding twice is the same as once, so this may be interrupted too."""
         try:
             dropped = [
                 _keep_lines(self.path / name, lambda row: row["step"] <= step)
@@ -311,7 +311,7 @@ def _measured(row: Mapping[str, Any]) -> Measured:
 
 
 def _keep_lines(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
-    """Rewrite the file if a line has to go or its end is torn; says whether a whole line went."""
+    """Rewrite the file if a line is dropped or the last one is incomplete; return whether a whole line was dropped."""
     if not path.exists():
         return False
     rows = read_lines(path)
@@ -324,7 +324,7 @@ def _keep_lines(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 
 def _remove_later(directory: Path, step: int) -> bool:
-    """Remove the files of later steps and what was half written; says whether a whole file went."""
+    """Remove the files of later steps and temporary files; returns whether a file of a later step was removed."""
     if not directory.is_dir():
         return False
     numbered = ((path, _STEP_FILE.fullmatch(path.name)) for path in directory.iterdir())

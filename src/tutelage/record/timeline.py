@@ -1,4 +1,4 @@
-"""When which engine served which request: `timeline/` of a run whose engines work side by side, and its picture."""
+"""Which engine served which request when: the files in `timeline/` of a run on Ray, and a chart of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def overlaps(intervals: Sequence[Interval]) -> int:
 
 
 def lanes_chart(label: str, intervals: Sequence[Interval]) -> str:
-    """A lane for each engine, a bar for each request (darker where several are served at once); "" without any."""
+    """Draw a lane for each engine and a bar for each request, darker where requests overlap; "" without requests."""
     if not intervals:
         return ""
     engines = sorted({i.engine for i in intervals}, key=lambda name: (not name.startswith("student"), name))
