@@ -120,6 +120,22 @@ def recipes_command(args: argparse.Namespace) -> None:
         print(f"{name:<{width}}  {first_sentence(file)}")
 
 
+def report_command(args: argparse.Namespace) -> None:
+    run = _existing_run(args.run)
+    from tutelage.record.report import write_report_and_pictures
+    from tutelage.record.run_directory import RunDirectory
+
+    print(write_report_and_pictures(RunDirectory.open(run)))
+
+
+def compare_command(args: argparse.Namespace) -> None:
+    runs = [_existing_run(name) for name in (args.run, *args.others)]
+    from tutelage.record.compare import compare, show
+    from tutelage.record.display import plain_or_terminal
+
+    show(compare(runs), plain_or_terminal())
+
+
 def plan_command(args: argparse.Namespace) -> int:
     from tutelage.backends.placement import describe_cluster
     from tutelage.config.load import load
@@ -210,6 +226,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(evaluate)
     _add_checkpoint(evaluate, default=None)
 
+    report = _command(commands, "report", report_command, "write the report of a run and print its path", _REPORT)
+    report.add_argument("run", metavar="RUN", help="directory of the run, e.g. runs/quickstart")
+
+    compared = _command(commands, "compare", compare_command, "print what differs between runs", _COMPARE)
+    compared.add_argument("run", metavar="RUN", help="directory of a run, e.g. runs/quickstart")
+    compared.add_argument("others", metavar="RUN", nargs="+", help="directories of the runs to compare it with")
+
     config = commands.add_parser("config", help="look at configurations", allow_abbrev=False)
     shown = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show = _command(shown, "show", show_command, "print the settings of a run and where each value comes from", _SHOW)
@@ -249,6 +272,13 @@ key=value arguments change settings for the rest of the run and are saved in its
 affect the results so far may change; for any other, an error lists those that may."""
 _EVAL = """example: tutelage eval runs/quickstart --checkpoint best
 example: tutelage eval recipes/quickstart.yaml student.drop_layers=[]"""
+_REPORT = """example: tutelage report runs/quickstart
+
+The run may be under way, stopped or finished: report.html in its directory shows what is recorded so far."""
+_COMPARE = """example: tutelage compare runs/quickstart runs/longer
+
+Settings that differ, held-out measures before and after training, and the metrics of the last training step, as far as
+they are recorded: the runs need not have finished."""
 _SHOW = "example: tutelage config show recipes/quickstart.yaml optimizer.lr=5e-5 --plain"
 _RECIPES = """example: tutelage recipes
 

@@ -67,8 +67,8 @@ class Run:
     """The reasons of all group failures since the run began."""
     unmeasured: dict[int, str] = field(default_factory=dict)
     """The steps whose evaluation failed, with the reasons."""
-    told_flat: bool = False
-    """Whether the note about groups with equal rewards has been shown."""
+    told: set[str] = field(default_factory=set)
+    """The names of the warnings that have been shown."""
     counts: dict[str, Any] = field(default_factory=dict)
     """The final counters of rewards and teachers."""
 
@@ -115,8 +115,12 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
         try:
             yield run
         except RunLost as error:
+            run.recorder.report_so_far()
             on = f"`tutelage resume {directory.path}` goes on from the last checkpoint."
             raise UserError(f"{error}\n{on}") from error
+        except (Exception, KeyboardInterrupt):
+            run.recorder.report_so_far()
+            raise
     finish(run)
 
 
@@ -227,13 +231,16 @@ async def _record(
 ) -> None:
     """Complete the metrics of the step and record them with the episodes that the recipe selects."""
     parts, config, recorder = run.parts, run.parts.config, run.recorder
-    metrics |= await batch_metrics(parts.queue, ref, reward_weights(config))
+    weights = reward_weights(config)
+    metrics |= await batch_metrics(parts.queue, ref, weights)
     actions = sum(int(ref.tags[key]["actions"]) for key in ref.keys)
     metrics |= parts.modality.step_metrics(actions, len(ref), metrics["step_seconds"])
-    generate, teacher = await parts.backend.seconds()  # in one process they run in turns, so their times do not overlap
+    generate, scoring = await parts.backend.seconds()  # in one process they run in turns, so their times do not overlap
     update = run.display.phase_metrics().get("seconds/update", 0.0)
-    metrics |= {"replaced_groups": float(run.replaced)}
-    metrics |= {"seconds/generate": generate, "seconds/teacher": teacher, "seconds/update": update}
+    metrics |= {"replaced_groups": float(run.replaced), "seconds/generate": generate}
+    if config.teachers or scoring > 0:  # without teachers, the reference scores
+        metrics["seconds/teacher" if config.teachers else "seconds/reference"] = scoring
+    metrics["seconds/update"] = update
     chosen = config.algorithm
     known = OBJECTIVES.get(chosen.objective) if isinstance(chosen, Distill) else None
     if "divergence" in metrics and known is not None and known.estimates_kl:
@@ -242,12 +249,13 @@ async def _record(
     teacher_of = parts.teachers.route if parts.teachers.teachers else lambda prompt: None
     kept = config.record.rollouts
     pieces = parts.modality.pieces if parts.modality.has_text else None
-    rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, pieces, teacher_of)
+    rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, pieces, teacher_of, tuple(weights))
     recorder.step(run.step, metrics, await parts.backend.timeline(), rows)
-    advice = notes.flat_rewards(chosen, config.rollout.samples, run.step, metrics)
-    if advice is not None and not run.told_flat:
-        run.told_flat = True
-        recorder.note(advice)
+    finishes = [str(ref.tags[key]["finish"]) for key in ref.keys]
+    for name, warning in notes.warnings(config, run.step, metrics, finishes).items():
+        if warning is not None and name not in run.told:
+            run.told.add(name)
+            recorder.note(warning)
 
 
 async def validate(run: Run) -> None:

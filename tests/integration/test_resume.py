@@ -405,7 +405,7 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path, monkeypatch: pytest.M
     run = tutelage.resume(tmp_path / "runs" / "run")
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("kl")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("train/kl")] == [1, 2, 3, 4]
 
 
 def test_the_plugin_of_a_run_is_loaded_once(tmp_path: Path) -> None:

@@ -409,8 +409,8 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert "<html" in (run / "report.html").read_text()
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("kl")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("validation/kl")] == [0, 4]
+    assert [event.step for event in events.Scalars("train/kl")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("eval/kl")] == [0, 4]
 
 
 @pytest.mark.parametrize(("rollout", "least"), [({"top_p": 0.5}, 0.45), ({"top_k": 3}, 0.9), ({}, 0.0)])

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Better = Literal["lower", "higher", "neither"]
 
+PHASE = "seconds/"
+"""Prefix of the time of a phase of a step: `seconds/update`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measure:
@@ -49,6 +52,18 @@ MEASURES: Mapping[str, Measure] = {
 }
 """The main metrics, in the order in which they are shown. Other metrics follow as plain numbers. For the rewards of a
 recipe see `held_out`."""
+
+
+TIMES = (PHASE, "step_seconds", "episode_", "tokens_per_second", "pictures_per_second")
+"""Names, and beginnings of names, of metrics that say how long a step takes."""
+
+
+def tracked(name: str, *, held_out: bool = False) -> str:
+    """The name of a metric in TensorBoard and Weights & Biases, which group names by what stands before the slash:
+    eval/ for evaluations, time/ for how long steps take, train/ for everything else of a step."""
+    if held_out:
+        return f"eval/{name}"
+    return f"time/{name.removeprefix(PHASE)}" if name.startswith(TIMES) else f"train/{name}"
 
 
 def measure(name: str) -> Measure:

@@ -37,6 +37,7 @@ from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Promp
 from tutelage.engines.contract import GenerateRequest, Sampling, Want
 from tutelage.errors import UserError
 from tutelage.queue.contract import BatchRef, SampleQueue
+from tutelage.record.batches import named_parts
 from tutelage.record.run_directory import EvalSample
 from tutelage.rollout.contract import render_prompt
 from tutelage.rollout.judges import part_means, reward_weights
@@ -351,8 +352,8 @@ class Evaluator:
         return _given(torch.cat([tokens, answer.tokens]), mask)
 
     def _samples(self, prompts: Sequence[Prompt], batch: Batch, divergence: Ragged | None) -> list[EvalSample]:
-        """Return the answer to each prompt (its first trajectory) as text, with the divergence of every token, which is
-        0 without a teacher."""
+        """Return the answer to each prompt (its first trajectory) as text: with a divergence for every token if there
+        is a teacher, and with the reward of its episode if there are rewards."""
         samples = []
         by_uid = {key.uid: row for row, key in reversed(list(enumerate(batch.keys)))}
         for number, prompt in enumerate(prompts):
@@ -361,8 +362,10 @@ class Evaluator:
             row = by_uid[prompt.uid]
             ids = batch.columns["tokens"].row(row)[batch.columns["mask"].row(row)].tolist()
             pieces = tuple(self.tokenizer.pieces(ids))
-            values = _floats(divergence.row(row)) if divergence is not None else (0.0,) * len(pieces)
-            samples.append(EvalSample(number, prompt.request, pieces, values))
+            values = _floats(divergence.row(row)) if divergence is not None else None
+            reward = float(batch.rows["reward"][row]) if "reward" in batch.rows else None
+            parts = named_parts(batch, row, tuple(self.config.rewards))
+            samples.append(EvalSample(number, prompt.request, pieces, values, reward, parts))
         return samples
 
 

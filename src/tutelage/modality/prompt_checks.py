@@ -11,7 +11,7 @@ from tutelage.data.prompts import PromptSet
 from tutelage.data.trajectory import Message, Prompt
 from tutelage.errors import UserError
 from tutelage.models.sight import Reach
-from tutelage.models.tokenizers import SafeTokenizer
+from tutelage.models.tokenizers import NoChatTemplate, SafeTokenizer
 from tutelage.rollout.contract import LOOPS, PromptTooLong
 from tutelage.teachers.client import Renderer, TeacherClient, own_words
 
@@ -123,7 +123,8 @@ class _RowCheck:
         asked = [prompt.text if prompt.text is not None else prompt.messages for prompt in prompts]
         found: list[UserError | None] = []
         contexts: dict[str, dict[int, str | list[Message]]] = {}
-        for place, (prompt, tokens) in enumerate(zip(prompts, _lengths(self.tokenizer, asked, prompts), strict=True)):
+        lengths = _lengths(self.tokenizer, asked, prompts, f"student.path = {self.config.student.path}")
+        for place, (prompt, tokens) in enumerate(zip(prompts, lengths, strict=True)):
             try:
                 found.append(self._as_student(prompt, tokens, answer))
                 if not self.client.teachers:
@@ -166,7 +167,8 @@ class _RowCheck:
         """What is wrong with prompts as a teacher with a system prompt of its own reads them, by their place."""
         renderer = self.client.teachers[name].renderer
         assert renderer is not None
-        lengths = _lengths(renderer, list(words.values()), [prompts[place] for place in words])
+        path = f"teachers.{name}.path = {self.config.teachers[name].path}"
+        lengths = _lengths(renderer, list(words.values()), [prompts[place] for place in words], path)
         for place, length in zip(words, lengths, strict=True):
             if isinstance(length, UserError):
                 yield place, length
@@ -192,11 +194,14 @@ class _RowCheck:
 
 
 def _lengths(
-    tokenizer: Renderer, asked: Sequence[str | Sequence[Message]], prompts: Sequence[Prompt]
+    tokenizer: Renderer, asked: Sequence[str | Sequence[Message]], prompts: Sequence[Prompt], path: str
 ) -> list[int | UserError]:
-    """Tokens of each prompt; where a template refuses one, why."""
+    """Tokens of each prompt; where a template refuses one, why. That the model at `path` has none is one mistake, not
+    one of each row."""
     try:
         return list(tokenizer.lengths(asked))
+    except NoChatTemplate as error:
+        raise UserError(f"{path}: {error}") from error
     except UserError:
         return [_length(tokenizer, words, prompt) for words, prompt in zip(asked, prompts, strict=True)]
 

@@ -36,6 +36,10 @@ def load_tokenizer(path: str | Path, progress: Report | None = None) -> PreTrain
     return tokenizer
 
 
+class NoChatTemplate(ModelError):
+    """A conversation cannot be rendered, whatever is in it."""
+
+
 class SafeTokenizer:
     """A fast tokenizer with a lock, because concurrent use raises "RuntimeError: Already borrowed"."""
 
@@ -73,7 +77,9 @@ class SafeTokenizer:
 
     def _template(self, messages: Sequence[Message], options: dict[str, bool]) -> Any:
         if self.chat_template is None:
-            raise ModelError("the tokenizer has no chat template: set data.template: none to use prompts as plain text")
+            raise NoChatTemplate(
+                "the tokenizer has no chat template: set data.template: none to use prompts as plain text"
+            )
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             with self._lock:

@@ -1,4 +1,4 @@
-"""What a run leaves behind and what a person sees of it. See run_directory.py for the files."""
+"""The record of a run: the files in its directory (see run_directory.py), its report, and what it prints."""
 
 from tutelage.record.display import Display, final_table
 from tutelage.record.report import write_report

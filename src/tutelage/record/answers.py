@@ -1,45 +1,62 @@
-"""The part of the report that shows answers: the same held-out prompts before and after, each token coloured by how far
-teacher and student disagree there."""
+"""Draws the parts of the report that show answers. With a teacher, each token is coloured by how far teacher and
+student disagree there; with rewards, each answer has its reward, what each reward function gave, and its advantage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
-from tutelage.record.measures import number, printable
-from tutelage.record.run_directory import EvalSample, Measured, RunDirectory
+from tutelage.record.measures import number, printable, signed
+from tutelage.record.report_data import Answer, Prompted, RewardPart, TrainingAnswers, mean_divergence
 
 _BINS = 8
 _OPEN = 8
 _MOST = 64
 
 
-def answers_section(run: RunDirectory, validations: Sequence[Measured]) -> str:
-    """First and last evaluation side by side; a single one alone."""
+def heldout_section(prompts: Sequence[Prompted]) -> str:
+    """Answers to held-out prompts, the first and the last evaluation side by side."""
     heading = "<h2>Answers to held-out prompts</h2>"
-    steps = [validations[0].step, validations[-1].step] if len(validations) > 1 else [one.step for one in validations]
-    columns = [(_title(step), {sample.uid: sample for sample in run.load_samples(step)}) for step in steps]
-    uids = sorted({uid for _, samples in columns for uid in samples})
-    if not uids:
+    if not prompts:
         return heading + '<p class="none">No answers have been recorded yet.</p>'
-    edges = bin_edges([value for _, samples in columns for sample in samples.values() for value in sample.divergence])
-    pairs = [_pair([(title, samples.get(uid)) for title, samples in columns], edges) for uid in uids[:_MOST]]
+    shown = [answer for prompted in prompts for _, answer in prompted.answers if answer is not None]
+    edges = _edges(shown)
+    pairs = [_prompted(prompted, edges) for prompted in prompts[:_MOST]]
     folded = ""
     if pairs[_OPEN:]:
         folded = f"<details><summary>{len(pairs) - _OPEN} more prompts</summary>{''.join(pairs[_OPEN:])}</details>"
-    if len(uids) > _MOST:
-        folded += f'<p class="facts">{len(uids) - _MOST} more are in the validation directory of the run.</p>'
-    lead = (
-        "Each token is coloured by the divergence between teacher and student at that place; point at one to read it. "
-        "The student writes both answers itself, so they are different texts."
-    )
+    if len(prompts) > _MOST:
+        folded += f'<p class="facts">{len(prompts) - _MOST} more are in the validation directory of the run.</p>'
+    several = " The student writes both answers itself, so they are different texts."
+    lead = _lead(shown, edges) + (several if len(prompts[0].answers) > 1 else "")
     return f'{heading}<p class="lead">{lead}</p>{_legend(edges)}{"".join(pairs[:_OPEN])}{folded}'
+
+
+def training_section(steps: Sequence[TrainingAnswers]) -> str:
+    """Answers of training steps, those to one prompt side by side; "" for a run without rewards."""
+    if not steps:
+        return ""
+    shown = [answer for step in steps for one in step.prompts for _, answer in one.answers if answer is not None]
+    edges = _edges(shown)
+    parts = []
+    for step in steps:
+        left = f'<p class="facts">{step.left_out} more are in the rollouts directory.</p>' if step.left_out else ""
+        prompts = "".join(_prompted(prompted, edges) for prompted in step.prompts)
+        parts.append(f"<details open><summary>Step {step.step:,}</summary>{prompts}{left}</details>")
+    return f'<h2>Answers in training</h2><p class="lead">{_lead(shown, edges)}</p>{_legend(edges)}{"".join(parts)}'
+
+
+def _edges(answers: Sequence[Answer]) -> list[float]:
+    """Lower bounds of the colours; [] if nothing is coloured."""
+    if all(answer.divergence is None for answer in answers):
+        return []
+    return bin_edges([value for answer in answers for value in answer.divergence or ()])
 
 
 def bin_edges(divergences: Sequence[float]) -> list[float]:
     """Lower bounds of the colours, ascending from 0. They grow as squares, because most tokens hardly diverge, and
-    reach a round number that all but some hundredths of the tokens stay below."""
+    reach a round number that all but a few hundredths of the tokens stay below."""
     finite = sorted(value for value in divergences if math.isfinite(value))
     high = finite[min(len(finite) - 1, int(0.97 * len(finite)))] if finite else 1.0
     high = max(high, 1e-3)
@@ -48,33 +65,70 @@ def bin_edges(divergences: Sequence[float]) -> list[float]:
     return [top * (i / (_BINS - 1)) ** 2 for i in range(_BINS)]
 
 
-def _title(step: int) -> str:
-    return "before training" if step == 0 else f"after step {step}"
+def _lead(answers: Sequence[Answer], edges: Sequence[float]) -> str:
+    said = []
+    if edges:
+        said.append(
+            "Each token is coloured by the divergence between teacher and student at that place; point at one to read "
+            "it."
+        )
+    if any(answer.reward is not None for answer in answers):
+        advantage = ", and its advantage" if any(answer.advantage for answer in answers) else ""
+        said.append(f"Each answer has its reward and what each reward function gave, times its weight{advantage}.")
+    return " ".join(said)
 
 
-def _pair(answers: Sequence[tuple[str, EvalSample | None]], edges: Sequence[float]) -> str:
-    prompt = next(sample.prompt for _, sample in answers if sample is not None)
-    shown = "".join(_answer(title, sample, edges) for title, sample in answers)
-    head = f'<div class="prompt">{escape(printable(prompt))}</div>'
+def _prompted(prompted: Prompted, edges: Sequence[float]) -> str:
+    shown = "".join(_answer(title, answer, edges) for title, answer in prompted.answers)
+    head = f'<div class="prompt">{escape(printable(prompted.prompt))}</div>'
     return f'<div class="pair">{head}<div class="answers">{shown}</div></div>'
 
 
-def _answer(title: str, sample: EvalSample | None, edges: Sequence[float]) -> str:
-    if sample is None:
+def _answer(title: str, answer: Answer | None, edges: Sequence[float]) -> str:
+    if answer is None:
         head = f'<div class="head"><span>{title}</span></div>'
         return f'<div class="answer">{head}<div class="same">not evaluated</div></div>'
-    finite = [value for value in sample.divergence if math.isfinite(value)]
-    mean = f"{number(sum(finite) / len(finite))} nats/token" if finite else ""
-    tokens = "".join(_token(*token, edges) for token in zip(sample.pieces, sample.divergence, strict=True))
+    mean = mean_divergence(answer)
+    beside = "" if mean is None else f"{number(mean)} nats/token"
+    if answer.divergence is None:
+        text = _text("".join(answer.pieces))
+    else:
+        text = "".join(_token(*token, edges) for token in zip(answer.pieces, answer.divergence, strict=True))
     return (
-        f'<div class="answer"><div class="head"><span>{title}</span><span>{mean}</span></div>'
-        f'<div class="text">{tokens or "<span class=same>(empty)</span>"}</div></div>'
+        f'<div class="answer"><div class="head"><span>{escape(title)}</span><span>{beside}</span></div>'
+        f'<div class="text">{text or "<span class=same>(empty)</span>"}</div>{_judged(answer)}</div>'
     )
 
 
+def _judged(answer: Answer) -> str:
+    """The reward, its parts and the advantage of an answer."""
+    facts = []
+    if answer.reward is not None:
+        facts.append(("reward", number(answer.reward)))
+        facts += [(part.name, f"{number(part.value)}{_times(part)}") for part in answer.parts]
+    if answer.advantage:
+        facts.append(("advantage", advantage_text(answer.advantage)))
+    cells = "".join(f"<div><dt>{escape(printable(name))}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return f'<dl class="judged">{cells}</dl>' if cells else ""
+
+
+def _times(part: RewardPart) -> str:
+    return "" if part.weight == 1 else f" × {number(part.weight)}"
+
+
+def advantage_text(values: Sequence[float]) -> str:
+    """The one value that all tokens have, or the mean and the range."""
+    if max(values) - min(values) <= 1e-6:
+        return signed(values[0])
+    return f"{signed(sum(values) / len(values))} on average, {signed(min(values))} to {signed(max(values))}"
+
+
 def _token(piece: str, divergence: float, edges: Sequence[float]) -> str:
-    text = escape(printable(piece)).replace("\n", '<span class="eol">↵</span>\n')
-    return f'<span class="t {_colour(divergence, edges)}" title="{number(divergence)} nats">{text}</span>'
+    return f'<span class="t {_colour(divergence, edges)}" title="{number(divergence)} nats">{_text(piece)}</span>'
+
+
+def _text(text: str) -> str:
+    return escape(printable(text)).replace("\n", '<span class="eol">↵</span>\n')
 
 
 def _colour(divergence: float, edges: Sequence[float]) -> str:
@@ -84,8 +138,12 @@ def _colour(divergence: float, edges: Sequence[float]) -> str:
 
 
 def _legend(edges: Sequence[float]) -> str:
+    if not edges:
+        return ""
+    return f'<div class="scale"><span>divergence, nats</span><ol>{"".join(_bins(edges))}</ol></div>'
+
+
+def _bins(edges: Sequence[float]) -> Iterable[str]:
     last = len(edges) - 1
-    items = "".join(
-        f'<li><i class="d{i}"></i>{"≥ " if i == last else ""}{number(edge)}</li>' for i, edge in enumerate(edges)
-    )
-    return f'<div class="scale"><span>divergence, nats</span><ol>{items}</ol></div>'
+    for i, edge in enumerate(edges):
+        yield f'<li><i class="d{i}"></i>{"≥ " if i == last else ""}{number(edge)}</li>'

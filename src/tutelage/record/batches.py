@@ -1,7 +1,8 @@
-"""What the record keeps of a step's batch: its metrics, and its episodes token by token."""
+"""Computes what the record keeps of a step's batch: its metrics, and its episodes token by token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,12 +19,13 @@ SAMPLED_ROLLOUTS = 4
 
 
 def shown_rows(kept: str, ref: BatchRef) -> int:
-    """How many rows of a step, from its first, `record.rollouts` keeps with what the learner saw at every action."""
+    """How many of the first rows of a step are kept under the setting `record.rollouts`."""
     return min({"all": len(ref), "sample": SAMPLED_ROLLOUTS, "none": 0}[kept], len(ref))
 
 
 async def batch_metrics(queue: SampleQueue, ref: BatchRef, weights: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step's batch: the rewards one by one, by their `weights`, what teachers left out, and sizes."""
+    """Metrics of a step's batch: the mean of each reward, named by its weight in `weights`, the probability mass
+    outside the teachers' payloads, and numbers of rows."""
     metrics: dict[str, float] = {}
     lengths = torch.tensor([int(ref.tags[key]["actions"]) for key in ref.keys])
     actions = int(lengths.sum())
@@ -48,18 +50,20 @@ async def rollout_rows(
     prompts: Sequence[Prompt],
     pieces: Callable[[list[int]], Sequence[str]] | None,
     teacher_of: Callable[[Prompt], str | None],
+    rewards: Sequence[str] = (),
 ) -> list[RolloutRow]:
     """The first episodes of a step as the record keeps them; none if there is no text to show.
 
-    `columns` is what the learner saw at every action of these rows; `pieces` gives the text of each token id.
+    `columns` is what the learner saw at every action of these rows; `pieces` gives the text of each token id; `rewards`
+    names the entries of the column reward_parts.
     """
     shown = ref.rows(range(shown_rows(kept, ref)))
     if not shown.keys or "student_logp" not in columns or pieces is None:
         return []
-    batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward"))
+    batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward", "reward_parts"))
     by_uid = {prompt.uid: prompt for prompt in prompts}
     return [
-        _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), pieces, teacher_of)
+        _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), pieces, teacher_of, rewards)
         for number, key in enumerate(batch.keys)
     ]
 
@@ -72,6 +76,7 @@ def _rollout_row(
     finish: str,
     pieces: Callable[[list[int]], Sequence[str]],
     teacher_of: Callable[[Prompt], str | None],
+    rewards: Sequence[str],
 ) -> RolloutRow:
     ids = batch.columns["tokens"].row(number)[batch.columns["mask"].row(number)].tolist()
     reward = batch.rows.get("reward")
@@ -87,7 +92,18 @@ def _rollout_row(
         reward=None if reward is None else float(reward[number]),
         finish=finish,
         version=tuple(batch.columns["version"].row(number).tolist()),
+        advantage=_row(columns, "advantage", number),
+        reward_parts=named_parts(batch, number, rewards),
     )
+
+
+def named_parts(batch: Batch, number: int, rewards: Sequence[str]) -> dict[str, float]:
+    """What each of the recipe's reward functions gave a row; nothing where the agent loop gave the reward itself."""
+    parts = batch.rows.get("reward_parts")
+    if parts is None:
+        return {}
+    found = dict(zip(rewards, parts[number].tolist(), strict=True))
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def _row(columns: Mapping[str, Ragged], name: str, number: int) -> tuple[float, ...] | None:

@@ -18,10 +18,11 @@ from tutelage.record.measures import number, printable, scientific
 
 WIDTH, WIDE, HEIGHT = 420, 1300, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 18, 12, 30
+_CHARACTER, _GAP = 7.2, 7
+"""Widest character of a tick label (.tick in report.css has 12px), and the space between label and axis."""
 _MOST_POINTS = 400
 _SMOOTH_FROM = 60
 _MOST_DOTS = 30
-COLOURS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +34,37 @@ class Series:
     style: Literal["line", "marks"] = "line"
     """marks: few, separate measurements, such as evaluations"""
     colour: int = 0
-    """number of a class in report.css, below COLOURS"""
+    """number of a class in report.css: s0 to s6"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """From data to the view box."""
+    """From data to the view box, with room for the labels at both ends."""
 
     x_low: float
     x_high: float
     y_low: float
     y_high: float
     width: int = WIDTH
+    percent: bool = False
 
     def x(self, value: float) -> float:
-        return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (self.width - _LEFT - _RIGHT)
+        return self.left + (value - self.x_low) / (self.x_high - self.x_low) * (self.right - self.left)
+
+    @property
+    def y_ticks(self) -> list[tuple[float, str]]:
+        values = ticks(self.y_low, self.y_high, 5)
+        return list(zip(values, tick_texts(values, self.percent), strict=True))
+
+    @property
+    def left(self) -> float:
+        """Where the plot begins: right of the longest label."""
+        return max(_LEFT, _GAP + _CHARACTER * max((len(text) for _, text in self.y_ticks), default=0))
+
+    @property
+    def right(self) -> float:
+        """Where the plot ends: the label of the last step is centred there."""
+        return self.width - max(_RIGHT, _CHARACTER * len(f"{self.x_high:,.0f}") / 2)
 
     def y(self, value: float) -> float:
         return HEIGHT - _BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - _TOP - _BOTTOM)
@@ -59,8 +76,8 @@ def line_chart(label: str, series: Sequence[Series], *, percent: bool = False) -
     finite = [point for one in drawn for point in one.points if math.isfinite(point[1])]
     if not finite:
         return ""
-    axes = _axes([x for x, _ in finite], [y for _, y in finite])
-    body = [_frame(axes, percent)]
+    axes = _axes([x for x, _ in finite], [y for _, y in finite], percent=percent)
+    body = [_frame(axes)]
     hover: dict[int, list[str]] = {}
     heights: dict[int, float] = {}
     for one in drawn:
@@ -97,7 +114,7 @@ def stacked_chart(label: str, series: Sequence[Series]) -> str:
         ]
         for x, stack in stacks.items()
     ]
-    return _svg(axes, label, _frame(axes, percent=False) + bars, rows)
+    return _svg(axes, label, _frame(axes) + bars, rows)
 
 
 def _bar(axes: _Axes, x: float, stack: Iterable[tuple[int, float]], width: float) -> str:
@@ -135,7 +152,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [tick * apart for tick in range(first, math.floor(high / apart + 1e-9) + 1)]
 
 
-def _axes(xs: Sequence[float], ys: Sequence[float], width: int = WIDTH) -> _Axes:
+def _axes(xs: Sequence[float], ys: Sequence[float], width: int = WIDTH, *, percent: bool = False) -> _Axes:
     """Room for the data; the value axis starts at zero unless that would flatten the curve."""
     x_low, x_high = min(xs), max(xs)
     if x_low == x_high:
@@ -143,18 +160,17 @@ def _axes(xs: Sequence[float], ys: Sequence[float], width: int = WIDTH) -> _Axes
     low, high = min(ys), max(ys)
     span = (high - low) or abs(high) or 1.0
     y_low = 0.0 if 0 <= low < 0.6 * high or low == high == 0 else low - 0.08 * span
-    return _Axes(x_low, x_high, y_low, high + 0.08 * span, width)
+    return _Axes(x_low, x_high, y_low, high + 0.08 * span, width, percent)
 
 
-def _frame(axes: _Axes, percent: bool) -> str:
-    right, floor = axes.width - _RIGHT, HEIGHT - _BOTTOM
+def _frame(axes: _Axes) -> str:
+    left, right, floor = f"{axes.left:.1f}", f"{axes.right:.1f}", HEIGHT - _BOTTOM
     parts = []
-    values = ticks(axes.y_low, axes.y_high, 5)
-    for tick, text in zip(values, tick_texts(values, percent), strict=True):
-        y = axes.y(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>')
+    for tick, text in axes.y_ticks:
+        y, at = axes.y(tick), axes.left - _GAP
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>')
+    parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{floor}" y2="{floor}"/>')
     for tick in ticks(axes.x_low, axes.x_high, axes.width // 70):
         if tick == int(tick):
             x = axes.x(tick)

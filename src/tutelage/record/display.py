@@ -1,4 +1,7 @@
-"""What a person sees while a run goes on: a live bar on a terminal, one plain line per step anywhere else."""
+"""Prints the progress of a run: one line per step and, on a terminal, a live bar below them.
+
+On a terminal, notes and steps wrap at its width. Elsewhere (a log file) every line stays whole, however long it is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -18,9 +21,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from tutelage.config.measures import in_order, measure
+from tutelage.config.measures import PHASE, in_order, measure
 from tutelage.record.measures import (
-    PHASE,
     change_text,
     duration,
     number,
@@ -32,6 +34,7 @@ from tutelage.record.measures import (
 
 _VERDICT_STYLE = {"better": "bold green", "worse": "bold red", "same": ""}
 _SAMPLE_CHARACTERS = 360
+_UNLIMITED = 1000
 
 
 @dataclass(slots=True)
@@ -42,16 +45,23 @@ class _Phase:
     """seconds spent in phases inside this one"""
 
 
+def plain_or_terminal() -> Console:
+    """The console of standard output. What is not a terminal gets lines and tables as wide as they are."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _UNLIMITED
+    return console
+
+
 class Display:
     """Progress of one run. Use it as a context manager around the whole of it, evaluation included."""
 
     def __init__(self, steps: int, title: str, *, first: int = 0, console: Console | None = None) -> None:
         """`first` is the number of steps that are already done, for a resumed run."""
-        self.console = console or Console()
+        self.console = console or plain_or_terminal()
         self._steps = steps
         self._title = title
         self._step = first
-        self._shown = Text()
         self._work: tuple[str, int, int] | None = None
         self._work_started = 0.0
         self._stack: list[_Phase] = []
@@ -94,27 +104,26 @@ class Display:
         return {PHASE + name: seconds for name, seconds in self._seconds.items()}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done. Its phase times are taken from the metrics if they are there, or else as measured here."""
+        """Print a step that is done, with its phase times from the metrics or, without those, as measured here."""
         now = time.monotonic()
         seconds = phases(metrics) or dict(self._seconds)
         self._recent.append(sum(seconds.values()) or now - self._last)
         self._last, self._seconds, self._work = now, {}, None
         self._step = step
-        facts = _facts(metrics)
         times = " · ".join(f"{name} {duration(value)}" for name, value in seconds.items())
-        if self.console.is_interactive:
-            self._shown = Text("   ".join([*facts, *([times] if times else [])]), style="dim")
-        else:
-            self._print_line(
-                "  ".join([f"step {step}/{self._steps}", *facts, *([times] if times else []), self._eta()])
-            )
+        eta = [] if self.console.is_interactive else [self._eta()]  # a bar shows it
+        self.note("  ".join([f"step {step}/{self._steps}", *_facts(metrics), *([times] if times else []), *eta]))
 
     def note(self, text: str) -> None:
-        """A line above the bar."""
-        self.console.print(Text(printable(text)))
+        """Print a text, above the bar if there is one."""
+        self.console.print(Text(printable(text)), soft_wrap=not self.console.is_terminal)
+
+    def line(self, text: str) -> None:
+        """Print a text that may be copied, such as a path or a command: no line break is put into it."""
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
     def progress(self, label: str, done: int, total: int) -> None:
-        """Work outside of steps, such as conversion or evaluation. Without a terminal, only its end is reported."""
+        """Show the progress of work outside of steps, such as an evaluation; without a terminal, only its end."""
         now = time.monotonic()
         if self._work is None or self._work[0] != label:
             self._work_started = now
@@ -122,11 +131,7 @@ class Display:
         if done >= total:
             self._work, self._last = None, now
             if not self.console.is_interactive:
-                self._print_line(f"{label}: {total} done in {duration(now - self._work_started)}")
-
-    def _print_line(self, text: str) -> None:
-        """As it is, whatever the width: these lines go to logs."""
-        self.console.print(Text(printable(text)), soft_wrap=True)
+                self.note(f"{label}: {total} done in {duration(now - self._work_started)}")
 
     def _eta(self) -> str:
         left = self._steps - self._step
@@ -149,11 +154,11 @@ class Display:
             Text(name, style="cyan"),
             Text("" if work else self._eta(), style="yellow"),
         )
-        return Group(bar, self._shown)
+        return bar
 
 
 def _facts(metrics: Mapping[str, float]) -> list[str]:
-    """What one line has room for: the objective and the speed."""
+    """The metrics that the line of a step shows: objective and speed."""
     names = [name for name in ("reward", "kl", "loss") if name in metrics]
     facts = [f"{name} {number(metrics[name])}" for name in names if name != "loss" or len(names) == 1]
     if "tokens_per_second" in metrics:
@@ -171,7 +176,8 @@ def final_table(
     seconds: float,
     checkpoint: Path | str,
 ) -> None:
-    """The outcome of a run: measures before and after, up to three answers (prompt, before, after), time and place."""
+    """Print the outcome of a run: measures before and after, up to three answers (prompt, before, after), the time of
+    training and the checkpoint."""
     table = Table(title="Held-out prompts, before and after", title_justify="left", title_style="bold")
     table.add_column("measure", overflow="fold")
     for heading in ("before", "after", "change"):
@@ -182,7 +188,10 @@ def final_table(
     console.print(table)
     for prompt, old, new in samples[:3]:
         console.print()
-        console.print(Text.assemble(("▸ ", "cyan"), (_shortened(prompt), "bold")))
+        console.print(Text.assemble(("▸ ", "cyan"), (_shortened(prompt), "bold")), soft_wrap=not console.is_terminal)
+        if not console.is_terminal:
+            console.print(Text(f"before: {_shortened(old)}\nafter:  {_shortened(new)}"), soft_wrap=True)
+            continue
         answers = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
         answers.add_column("before", ratio=1, overflow="fold", style="dim")
         answers.add_column("after", ratio=1, overflow="fold")

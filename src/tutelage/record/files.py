@@ -1,4 +1,4 @@
-"""Files of a run directory: text that is whole or not there, and JSON lines that survive a killed run."""
+"""Writes and reads the files of a run directory: whole files, replaced atomically, and JSON lines, appended durably."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RESUME = "resume the run"
 
 
 def write_atomic(path: Path, content: str | bytes, then: str = RESUME) -> None:
-    """Put the whole content at `path`, or leave what was there. Durable when it returns. `then` is what an error
-    advises to do once the disk takes files again."""
+    """Replace the file at `path`, or leave it as it is if that fails. Durable when it returns. `then` is what an error
+    advises to do once the disk can be written again."""
     try:
         durable.replace(path, content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
     except OSError as error:
@@ -25,7 +25,7 @@ def write_atomic(path: Path, content: str | bytes, then: str = RESUME) -> None:
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Add one JSON line, durably. If the disk is full, the line is taken back, so that no half of it stays."""
+    """Append one JSON line, durably. If the disk is full, a line that was written in part is removed again."""
     line = (json.dumps(row, allow_nan=False) + "\n").encode()
     try:
         with path.open("ab", buffering=0) as file:
@@ -41,8 +41,8 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one per line; [] if there is no file. A last line that a killed run left torn is
-    skipped; a broken line anywhere else is an error, because it cannot come from a killed run."""
+    """Read the JSON objects of a file, one per line; [] if there is no file. A last line that a killed run left
+    incomplete is skipped; a broken line anywhere else is an error, because a killed run does not cause it."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -75,17 +75,17 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def finite_or_none(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Return None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def none_to_nan(value: float | None) -> float:
-    """The way back; which kind of non-finite number it was is not kept."""
+    """Return NaN for None: the inverse of `finite_or_none`, except that infinity becomes NaN too."""
     return math.nan if value is None else value
 
 
 def remove_directory_quietly(path: Path) -> None:
-    """Remove a directory if it is there and empty."""
+    """Remove a directory if it exists and is empty."""
     try:
         path.rmdir()
     except (OSError, ValueError):
@@ -93,7 +93,7 @@ def remove_directory_quietly(path: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError, then: str = RESUME) -> UserError:
-    """What to tell somebody whose disk is full or read-only."""
+    """Return the error for a disk that is full or read-only."""
     return UserError(
         f"cannot write {path}: {error.strerror or error}. Nothing half written was left behind. "
         f"Free some space or make the directory writable, then {then}."
@@ -101,7 +101,7 @@ def unwritable(path: Path, error: OSError, then: str = RESUME) -> UserError:
 
 
 def no_place_for_a_run(directory: Path, error: OSError | ValueError) -> UserError:
-    """A run that is about to start cannot be written; there is nothing to resume yet."""
+    """Return the error for a run that cannot be started because its directory cannot be written."""
     reason = (error.strerror if isinstance(error, OSError) else None) or error
     return UserError(
         f"{directory}: a run cannot be written there: {reason}. Choose another `out`, or make the directory writable."

@@ -1,4 +1,4 @@
-"""Pictures of a run, for people: grids of what the student drew, and how one picture comes out of noise.
+"""Pictures of a run: grids of what the student drew, and the denoising steps of one picture.
 
     images/eval-000012.png           what it drew for the held-out prompts after step 12, as one grid
     images/eval-000012.safetensors   the same pictures or videos, whole and lossless: "media", uint8
@@ -6,7 +6,7 @@
     images/denoising-000012.png      one picture at every denoising step, with its prompt in a .json beside it
     before_after.png                 first evaluation on the left, last on the right: same prompts, same seeds
 
-A .json is written after the files that it describes: what has none was never finished and is not shown.
+A .json is written after the files that it describes: a picture without one is incomplete and is not shown.
 """
 
 from __future__ import annotations
@@ -91,6 +91,24 @@ class Picture:
     png: bytes
 
 
+def picture_rows(picture: Picture) -> list[tuple[bytes, tuple[str, ...]]]:
+    """The rows of a grid, each a PNG of its own with the prompts of the pictures in it."""
+    columns, prompts = picture.columns, picture.prompts
+    parts = [prompts[start : start + columns] for start in range(0, len(prompts), columns)]
+    if len(parts) == 1:
+        return [(picture.png, prompts)]
+    from PIL import Image
+
+    whole = Image.open(io.BytesIO(picture.png))
+    height = (whole.height - _LINE) // len(parts)
+    found = []
+    for number, part in enumerate(parts):
+        buffer = io.BytesIO()
+        whole.crop((0, number * height, whole.width, (number + 1) * height + _LINE)).save(buffer, "PNG")
+        found.append((buffer.getvalue(), part))
+    return found
+
+
 class ImageRecord:
     """Writes and reads the pictures of one run."""
 
@@ -112,8 +130,8 @@ class ImageRecord:
         self._describe("eval", step, prompts[: len(kept)], len(prompts), columns)
 
     def write_denoising(self, step: int, prompt: str, frames: Tensor) -> None:
-        """Keep how one picture came out of noise: it at every denoising step, uint8 [steps, C, H, W]; a video
-        ([steps, T, C, H, W]) has a row for each."""
+        """Keep one picture at every denoising step, uint8 [steps, C, H, W]; a video ([steps, T, C, H, W]) has a row for
+        each step."""
         _require(frames, (4, 5), "one image [steps, C, H, W] or video [steps, T, C, H, W]")
         columns = _STEPS_IN_A_ROW if frames.dim() == 4 else 1
         write_atomic(self._path("denoising", step, "png"), png(grid(_tiles(frames.cpu()), columns)))
@@ -194,7 +212,7 @@ def _strip(video: Tensor) -> Tensor:
 
 
 def _tiles(media: Tensor) -> Tensor:
-    """Pictures at a size at which people can tell them apart and a grid of them fits a page."""
+    """Pictures scaled so that they can be told apart and a grid of them fits a page."""
     longest = max(media.shape[-2:])
     if longest <= _LARGEST_TILE:
         return _enlarged(media, _SMALLEST_TILE)

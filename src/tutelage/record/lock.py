@@ -1,4 +1,4 @@
-"""One process at a time writes a run: a lock on a file in the run's directory, which the kernel lets go of when the
+"""A lock on a file in the run's directory, so that one process at a time writes a run. The kernel releases it when the
 process ends, however it ends. Reading a run needs no lock."""
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from tutelage.errors import UserError
 from tutelage.record.files import no_place_for_a_run
 
 LOCK = ".lock"
-"""In a run's directory while a process holds the run; says which one. A killed process leaves it, and nothing else."""
+"""File in a run's directory that names the process which writes the run. A killed process leaves it behind."""
 TRIES = 100
-"""A directory may be removed so often between making it and opening a file there; some places have no directories."""
+"""How often the directory is made again when another process removes it before the lock file is opened."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def locked(directory: Path, report: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Hold the run in this directory; UserError that names the process if another one does. The directory is made if it
-    is not there, and removed again if nothing was written to it. A file system without locks is reported."""
+    """Hold the lock of the run in this directory while entered; UserError that names the process if another one holds
+    it. The directory is created if it does not exist, and removed again if nothing was written to it. A file system
+    without locks is reported."""
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     file = _claim(directory, report)
     try:
@@ -41,7 +42,7 @@ def locked(directory: Path, report: Callable[[str], None] = lambda line: None) -
 
 
 def _claim(directory: Path, report: Callable[[str], None]) -> int:
-    """The open lock file. One that another process removed after it was opened here is not it."""
+    """Open and lock the lock file. A file that another process has removed meanwhile does not count."""
     path, left = directory / LOCK, TRIES
     while True:
         left -= 1
@@ -89,7 +90,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _sign(file: int) -> None:
-    """Say who holds the lock; that it is held does not depend on it."""
+    """Write which process holds the lock, for the error messages of others."""
     content = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
     with suppress(OSError):
         os.ftruncate(file, 0)

@@ -1,5 +1,5 @@
 """How values and changes of metrics are written, in the terminal and in the report alike. `config.measures` says what
-each metric is; `seconds/<phase>` is the time of a phase of a step.
+each metric is.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from tutelage.config.measures import measure
-
-PHASE = "seconds/"
-"""prefix of phase times"""
+from tutelage.config.measures import PHASE, measure
 
 
 def number(value: float) -> str:
@@ -49,13 +46,14 @@ def change_text(name: str, before: float, after: float) -> str:
         return "–"
     kind = measure(name).change
     if kind == "points":
-        return _signed(100 * (after - before), "{:.1f} points")
+        return signed(100 * (after - before), "{:.1f} points")
     if kind == "difference":
-        return _signed(after - before, None)
-    return _signed(100 * (after - before) / before, "{:.0f}%") if before > 0 else "–"
+        return signed(after - before)
+    return signed(100 * (after - before) / before, "{:.0f}%") if before > 0 else "–"
 
 
-def _signed(value: float, form: str | None) -> str:
+def signed(value: float, form: str | None = None) -> str:
+    """A number with its sign; ± if all its digits are zero."""
     text = number(abs(value)) if form is None else form.format(abs(value))
     if not any(digit in text for digit in "123456789"):
         return "±" + text

@@ -1,12 +1,90 @@
-"""What a run tells its user about itself, as text. The recorder and the loop decide when to say it."""
+"""What a run tells its user about itself, as text. The loop and the recorder decide when to print it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
-from tutelage.config.algorithms import Learning
+from tutelage.config.algorithms import Learning, Reinforcement
 from tutelage.config.diffusion import Compared
-from tutelage.config.schema import Distill, Grpo
+from tutelage.config.schema import Config, Distill, Grpo, RunConfig
+
+SAME = 1e-4
+"""A divergence from the teacher below this, in nats per token, is what rounding makes of equal weights."""
+COLLAPSED = 0.01
+"""Entropy in nats per token below which the student has practically one answer to a prompt."""
+
+
+def warnings(
+    config: RunConfig, step: int, metrics: Mapping[str, float], finishes: Sequence[str]
+) -> dict[str, str | None]:
+    """What may make the run pointless, each with what to do about it; by name, so that a run says each once. None is
+    for what is all right. `finishes` is why the answers of the step ended."""
+    return {
+        "flat_rewards": flat_rewards(config.algorithm, config.rollout.samples, step, metrics),
+        "truncated": truncated(config, step, finishes),
+        "same_teacher": same_teacher(config, step, metrics),
+        "collapsed": collapsed(config, step, metrics),
+    }
+
+
+def truncated(config: RunConfig, step: int, finishes: Sequence[str]) -> str | None:
+    """Advice for a step in which no answer came to its end, unless the recipe wants answers of one length."""
+    if not isinstance(config, Config) or set(finishes) != {"length"}:
+        return None
+    if config.rollout.min_tokens == config.rollout.max_tokens:
+        return None
+    cures = [
+        f"raise rollout.max_tokens ({config.rollout.max_tokens}), or engine.context ({config.engine.context}) where "
+        "that is what ends answers",
+        "look at the answers in its rollouts: a student that never ends an answer may lack the end-of-turn token of "
+        "its chat template, or need a string in rollout.stop",
+    ]
+    return (
+        f"step {step}: all {len(finishes)} answers were cut off before their end, so the student cannot learn to end "
+        f"one, and rewards see unfinished answers. If that goes on:{_listed(cures)}\n"
+        "This is said once; a rollout that was cut off has the finish `length`."
+    )
+
+
+def same_teacher(config: RunConfig, step: int, metrics: Mapping[str, float]) -> str | None:
+    """Advice for a run whose teachers agree with the student from the start."""
+    if step != 1 or not config.teachers or not abs(metrics.get("divergence", 1.0)) < SAME:
+        return None
+    paths = ", ".join(f"teachers.{name}.path = {teacher.path}" for name, teacher in config.teachers.items())
+    cures = [
+        f"check the paths (student.path = {config.student.path}; {paths}): a teacher with the student's own weights "
+        "has nothing to teach",
+    ]
+    if isinstance(config, Config):
+        cures.append("give such a teacher a system_prompt of its own, if it is meant to know more than the student")
+    return (
+        f"step {step}: the student already agrees with its teachers (divergence {metrics['divergence']:.2g} "
+        f"nats/token), so there is nothing to learn from them.{_listed(cures)}\nThis is said once."
+    )
+
+
+def collapsed(config: RunConfig, step: int, metrics: Mapping[str, float]) -> str | None:
+    """Advice for a student that has one answer to each prompt. One that agrees with a teacher as certain is fine."""
+    if not metrics.get("entropy", COLLAPSED) < COLLAPSED or abs(metrics.get("divergence", math.inf)) < COLLAPSED:
+        return None
+    algorithm = config.algorithm
+    cures = ["go back to a checkpoint from before: the metric entropy shows when it fell"]
+    cures.append(f"lower optimizer.lr ({config.optimizer.lr:g})")
+    if isinstance(algorithm, Reinforcement):
+        cures.append(f"raise algorithm.entropy ({algorithm.entropy:g}), the entropy bonus")
+        cures.append(f"raise algorithm.kl ({algorithm.kl:g}), which keeps the student near where it started")
+    if isinstance(config, Config) and config.rollout.temperature < 1:
+        cures.append(f"raise rollout.temperature ({config.rollout.temperature:g})")
+    return (
+        f"step {step}: the student's entropy has collapsed ({metrics['entropy']:.2g} nats/token): it gives practically "
+        f"the same answer every time, so there is nothing to compare. Unless it is as good as you want it:"
+        f"{_listed(cures)}\nThis is said once; the metric entropy is recorded in each step."
+    )
+
+
+def _listed(cures: Sequence[str]) -> str:
+    return "".join(f"\n  - {cure}" for cure in cures)
 
 
 def flat_rewards(algorithm: Learning, samples: int, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -22,10 +100,9 @@ def flat_rewards(algorithm: Learning, samples: int, step: int, metrics: Mapping[
         cures.append(
             f"set algorithm.resample ({algorithm.resample}), which draws other prompts in place of such groups"
         )
-    lines = "".join(f"\n  - {cure}" for cure in cures)
     return (
         f"step {step}: in every group all answers got the same reward (reward {metrics['reward']:.4g}), so rewards "
-        f"teach nothing in this step (gradient norm {metrics['grad_norm']:.3g}). If that goes on:{lines}\n"
+        f"teach nothing in this step (gradient norm {metrics['grad_norm']:.3g}). If that goes on:{_listed(cures)}\n"
         "This is said once; the metric zero_variance_groups is the share of such groups in each step."
     )
 

@@ -19,10 +19,14 @@ from tutelage.errors import UserError
 from tutelage.learner.update import NonFiniteLoss
 from tutelage.record.display import Display, final_table
 from tutelage.record.images import ImageRecord
-from tutelage.record.report import write_report
+from tutelage.record.report import write_report_and_pictures
 from tutelage.record.run_directory import EvalSample, RolloutRow, RunDirectory
+from tutelage.record.sample_table import SampleTable
 from tutelage.record.timeline import Interval
-from tutelage.record.writers import HELD_OUT, MetricWriter, TensorBoardWriter, WandbWriter
+from tutelage.record.writers import MetricWriter, TensorBoardWriter, WandbWriter
+
+SAMPLES_EVERY = 10
+"""Metric writers get answers of the first training step and of every tenth: trackers keep each table as a file."""
 
 
 @dataclass(slots=True)
@@ -58,25 +62,29 @@ class Recorder:
     def step(
         self, step: int, metrics: Mapping[str, float], intervals: Sequence[Interval], rollouts: Sequence[RolloutRow]
     ) -> None:
-        """Write one training step: a line of metrics, when engines were busy, and the episodes that are kept."""
+        """Write one training step: its metrics, the requests that engines served, and the episodes that are kept."""
         self.directory.log_step(step, metrics)
         self.directory.log_timeline(step, intervals)
         if rollouts:
             self.directory.log_rollouts(step, rollouts)
         for writer in self.writers:
             writer.log(step, metrics)
+            if rollouts and (step == 1 or step % SAMPLES_EVERY == 0):
+                writer.samples(step, SampleTable.of(rollouts))
         self.display.step(step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[EvalSample]) -> None:
         """Write the measures of an evaluation and the answers that they were taken on."""
         self.directory.log_validation(step, metrics, samples)
         for writer in self.writers:
-            writer.log(step, {HELD_OUT + name: value for name, value in metrics.items()})
+            writer.log(step, metrics, held_out=True)
+            if samples:
+                writer.samples(step, SampleTable.of(samples), held_out=True)
         said = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.note(f"held-out at step {step}: {said}")
 
     def pictures(self, step: int, prompts: Sequence[str], media: Tensor, stages: Tensor) -> None:
-        """Write the pictures of an evaluation, and how the first of them came out of noise."""
+        """Write the pictures of an evaluation, and the denoising steps of the first one."""
         images = ImageRecord(self.directory)
         images.write_eval(step, prompts, media)
         images.write_denoising(step, prompts[0], stages)
@@ -125,11 +133,20 @@ class Recorder:
         )
 
     def stopped(self, step: int, steps: int) -> None:
-        """Say how to go on with a run that was interrupted."""
-        self.display.console.print(
-            f"Stopped after step {step} of {steps}, saved. Go on with: tutelage resume {self.directory.path}",
-            soft_wrap=True,
+        """Write the report of a run that was interrupted, and say how to go on."""
+        self.display.line(
+            f"Stopped after step {step} of {steps}, saved. Go on with: tutelage resume {self.directory.path}"
         )
+        self.report_so_far()
+
+    def report_so_far(self) -> None:
+        """Write the report of a run that ends early, if it has a step to show. A report that cannot be written is no
+        reason to hide why the run ends, so that is only a note."""
+        try:
+            if self.directory.load_metrics():
+                self.display.line(f"Report: {write_report_and_pictures(self.directory)}")
+        except Exception as error:
+            self.note(f"no report: {error}")
 
     def finished(self, step: int, outcome: Mapping[str, Any], checkpoint: Path) -> None:
         """Write the summary (`outcome`, the first and last evaluation, the time) and the report, and show the table of
@@ -140,17 +157,22 @@ class Recorder:
         if validations and validations[-1].step == step:
             evaluations["after"] = validations[-1].metrics
         self.directory.write_summary({"eval": evaluations, "seconds": seconds, "steps": step, **outcome})
-        ImageRecord(self.directory).write_before_after()
-        write_report(self.directory)
+        path = write_report_and_pictures(self.directory)
         if "after" in evaluations:
             answers = _answers(self.directory, validations[0].step, validations[-1].step)
             before, after = evaluations["before"], evaluations["after"]
             final_table(self.display.console, before, after, answers, seconds, checkpoint)
-        self.display.console.print(f"Report: {self.directory.path / 'report.html'}", soft_wrap=True)
+        self.display.line(f"Report: {path}")
 
 
 def _answers(directory: RunDirectory, first: int, last: int) -> list[tuple[str, str, str]]:
-    """(prompt, answer before, answer after) of the prompts whose answers were worst at first."""
+    """(prompt, answer before, answer after) of the prompts whose answers were worst at first: farthest from the
+    teacher's or, without one, of the lowest reward."""
     before, after = directory.load_samples(first), {s.uid: s for s in directory.load_samples(last)}
-    worst = sorted(before, key=lambda s: -sum(s.divergence) / max(len(s.divergence), 1))
-    return [(s.prompt, s.text, after[s.uid].text) for s in worst if s.uid in after]
+    return [(s.prompt, s.text, after[s.uid].text) for s in sorted(before, key=_merit) if s.uid in after]
+
+
+def _merit(sample: EvalSample) -> float:
+    if sample.divergence is not None:
+        return -sum(sample.divergence) / max(len(sample.divergence), 1)
+    return sample.reward if sample.reward is not None else 0.0

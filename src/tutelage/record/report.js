@@ -21,7 +21,7 @@ function svgNode(name, attributes) {
   return node;
 }
 
-for (const chart of document.querySelectorAll("svg.chart")) {
+for (const chart of document.querySelectorAll("svg.chart[data-hover]")) {
   const points = JSON.parse(chart.dataset.hover);
   const rule = svgNode("line", { class: "rule", y1: chart.dataset.top, y2: chart.dataset.floor, visibility: "hidden" });
   const dot = svgNode("circle", { class: "here", r: 4, visibility: "hidden" });

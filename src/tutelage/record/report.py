@@ -1,70 +1,67 @@
 """report.html: one file that shows a run to somebody who has nothing else of it. No network, no outside assets.
 
-Everything in it that a model or a dataset wrote is escaped, and the page allows no script but its own (by hash) and no
-images but those inside it.
+`report_data` reads what is shown; this module and `answers` draw it. Everything that a model or a dataset wrote is
+escaped, and the page allows no script but its own (by hash) and no images but those inside it.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tutelage.config.measures import MEASURES, in_order, measure
-from tutelage.record.answers import answers_section
-from tutelage.record.chart import COLOURS, Series, line_chart, stacked_chart
+from tutelage.config.measures import in_order, measure
+from tutelage.record.answers import heldout_section, training_section
+from tutelage.record.chart import Series, line_chart, stacked_chart
 from tutelage.record.files import write_atomic
-from tutelage.record.images import ImageRecord, Picture, evenly
-from tutelage.record.measures import (
-    PHASE,
-    change_text,
-    duration,
-    printable,
-    value_text,
-    verdict,
-)
-from tutelage.record.run_directory import Measured, RunDirectory
-from tutelage.record.timeline import lanes_chart, overlaps
+from tutelage.record.images import ImageRecord, Picture, picture_rows
+from tutelage.record.measures import change_text, duration, printable, value_text, verdict
+from tutelage.record.report_data import Figure, Images, Points, ReportData, Source, collect, flattened, when
+from tutelage.record.run_directory import RunDirectory
+from tutelage.record.timeline import Interval, lanes_chart, overlaps
 
-_GOLD = "gold_"
-"""prefix of a measure that is never trained on; it is drawn beside the one that it checks"""
-_MOST_GRIDS = 12
+_COLOURS: Mapping[Source, int] = {"training": 0, "held-out": 1, "gold, training": 2, "gold, held-out": 3}
+_MARKS: tuple[Source, ...] = ("held-out", "gold, held-out")
+"""Few, separate measurements."""
 
 
 def write_report(run: RunDirectory) -> Path:
     """Write report.html into the run's directory; also for a run that has not finished, or has hardly begun."""
     path = run.path / "report.html"
-    write_atomic(path, _page(run))
+    write_atomic(path, page(collect(run)), then="make the report again with `tutelage report`")
     return path
 
 
-def _page(run: RunDirectory) -> str:
-    metrics, validations, summary = run.load_metrics(), run.load_validations(), run.load_summary()
+def write_report_and_pictures(run: RunDirectory) -> Path:
+    """Write report.html and, for a student that draws, before_after.png, which the report shows."""
+    ImageRecord(run).write_before_after()
+    return write_report(run)
+
+
+def page(data: ReportData) -> str:
+    """The whole page."""
     script = files("tutelage.record").joinpath("report.js").read_text(encoding="utf-8")
     style = files("tutelage.record").joinpath("report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    images = _images(ImageRecord(run))
-    allowed = "img-src data:; " if images else ""
+    allowed = "img-src data:; " if data.images else ""
     policy = f"default-src 'none'; {allowed}style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    wrote = not images or any(run.load_samples(one.step) for one in validations)
-    name = escape(printable(run.name))
+    name = escape(printable(data.name))
     body = "".join(
         (
-            _header(name, metrics, validations, summary),
+            _header(name, data),
             "<main>",
-            _headline(*_before_after(validations, summary)),
-            _curves(metrics, validations),
-            _timeline(run, metrics),
-            images,
-            answers_section(run, validations) if wrote else "",
-            _settings(run, summary),
+            _headline(data.before, data.after),
+            _curves(data),
+            _timeline(data.requests),
+            _images(data.images),
+            heldout_section(data.heldout) if data.heldout or not data.images else "",
+            training_section(data.training),
+            f"<h2>Summary</h2>{_tables(data.summary)}" if data.summary else "",
+            f"<h2>Config</h2>{_config(data.config)}",
             "<footer>Written by tutelage. This page needs nothing else: mail it or archive it as it is.</footer>",
             "</main>",
         )
@@ -78,11 +75,11 @@ def _page(run: RunDirectory) -> str:
     )
 
 
-def _header(name: str, metrics: Sequence[Measured], validations: Sequence[Measured], summary: Mapping[str, Any]) -> str:
-    facts = [f"{_count(len(metrics), 'step')} recorded", _count(len(validations), "evaluation")]
-    if isinstance(summary.get("seconds"), int | float):
-        facts.append(f"{duration(summary['seconds'])} of training")
-    if not summary:
+def _header(name: str, data: ReportData) -> str:
+    facts = [f"{_count(data.steps, 'step')} recorded", _count(data.evaluations, "evaluation")]
+    if data.seconds is not None:
+        facts.append(f"{duration(data.seconds)} of training")
+    if not data.finished:
         facts.append("not finished")
     spans = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     return (
@@ -93,27 +90,6 @@ def _header(name: str, metrics: Sequence[Measured], validations: Sequence[Measur
 
 def _count(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _before_after(
-    validations: Sequence[Measured], summary: Mapping[str, Any]
-) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """From the summary if the run has finished, or else the first and the last evaluation so far."""
-    recorded = summary.get("eval")
-    if isinstance(recorded, Mapping) and isinstance(recorded.get("before"), Mapping):
-        after = recorded.get("after")
-        return _numbers(recorded["before"]), _numbers(after if isinstance(after, Mapping) else {})
-    if not validations:
-        return {}, {}
-    return validations[0].metrics, validations[-1].metrics if len(validations) > 1 else {}
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        str(name): math.nan if value is None else float(value)
-        for name, value in values.items()
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    }
 
 
 def _headline(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -140,130 +116,104 @@ def _card(name: str, before: float | None, after: float | None) -> str:
     )
 
 
-def _curves(metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
-    names = in_order(name for one in (*metrics, *validations) for name in one.metrics)
-    alone = [name for name in names if not (name.startswith(_GOLD) and name.removeprefix(_GOLD) in names)]
-    main = sorted((name for name in alone if _rank(name) < len(MEASURES)), key=_rank)
-    rest = [name for name in alone if name not in main and not name.startswith(PHASE)]
-    figures = [_figure(name, metrics, validations) for name in main]
-    figures.append(_phase_figure(metrics, [name for name in names if name.startswith(PHASE)]))
-    shown = "".join(figures)
-    others = "".join(_figure(name, metrics, validations) for name in rest)
+def _curves(data: ReportData) -> str:
+    shown = "".join((*(_figure(figure) for figure in data.main), _phase_figure(data.phases)))
+    others = "".join(_figure(figure) for figure in data.others)
     heading = "<h2>Training</h2>"
     if not shown and not others:
         return heading + '<p class="none">No training step has been recorded yet.</p>'
-    more = f'<details><summary>Other metrics ({len(rest)})</summary><div class="charts">{others}</div></details>'
+    count = len(data.others)
+    more = f'<details><summary>Other metrics ({count})</summary><div class="charts">{others}</div></details>'
     return f'{heading}<div class="charts">{shown}</div>{more if others else ""}'
 
 
-def _rank(name: str) -> int:
-    """Place among the main curves, behind all of them for other metrics. Each of several rewards stands by their sum;
-    the smallest and largest reward of a step say less."""
-    if name.startswith("reward_") and name not in ("reward_min", "reward_max"):
-        name = "reward"
-    return list(MEASURES).index(name) if name in MEASURES else len(MEASURES)
-
-
-def _figure(name: str, metrics: Sequence[Measured], validations: Sequence[Measured]) -> str:
+def _figure(figure: Figure) -> str:
     """One metric over the steps of the run, with evaluations of the same name as marks, and its gold measure."""
-    shown = measure(name)
-    recorded = (
-        Series("training", _points(metrics, name)),
-        Series("held-out", _points(validations, name), "marks", colour=1),
-        Series("gold, training", _points(metrics, _GOLD + name), colour=2),
-        Series("gold, held-out", _points(validations, _GOLD + name), "marks", colour=3),
-    )
-    series = [one for one in recorded if one.points]
-    chart = line_chart(f"{shown.label} by step", series, percent=shown.change == "points")
-    return _framed(shown.label, shown.unit, [] if series == [recorded[0]] else series, chart)
-
-
-def _phase_figure(metrics: Sequence[Measured], names: Sequence[str]) -> str:
-    """Where the time of a step goes, longest phase at the bottom."""
-    totals = {name: sum(y for _, y in _points(metrics, name) if math.isfinite(y)) for name in names}
-    ordered = sorted(names, key=lambda name: -totals[name])
-    alone, folded = ordered[: COLOURS - 1], ordered[COLOURS - 1 :]
+    known = measure(figure.name)
     series = [
-        Series(name.removeprefix(PHASE), _points(metrics, name), colour=colour) for colour, name in enumerate(alone)
+        Series(source, points, "marks" if source in _MARKS else "line", _COLOURS[source])
+        for source, points in figure.curves.items()
     ]
-    if folded:
-        rest = [(one.step, sum(one.metrics.get(name, 0.0) for name in folded)) for one in metrics]
-        series.append(Series("other", rest, colour=COLOURS - 1))
+    chart = line_chart(f"{known.label} by step", series, percent=known.change == "points")
+    return _framed(known.label, known.unit, [] if list(figure.curves) == ["training"] else series, chart)
+
+
+def _phase_figure(phases: Mapping[str, Points]) -> str:
+    """Where the time of a step goes, longest phase at the bottom."""
+    series = [Series(name, points, colour=colour) for colour, (name, points) in enumerate(phases.items())]
     chart = stacked_chart("Seconds by phase and step", series)
     return _framed("Time per step", "seconds", series, chart, css="wide")
 
 
-def _timeline(run: RunDirectory, metrics: Sequence[Measured]) -> str:
-    """The engines' requests in the last step that has them: teachers score while others still write."""
-    for one in reversed(metrics):
-        if intervals := run.load_timeline(one.step):
-            kinds = [Series("generate", (), colour=0), Series("score", (), colour=1)]
-            at_once = f"{overlaps(intervals)} scores while other episodes were written"
-            chart = lanes_chart(f"Requests of step {one.step}", intervals)
-            framed = _framed(f"Requests of step {one.step}", at_once, kinds, chart, css="wide")
-            return f'<h2>Timeline</h2><div class="charts">{framed}</div>'
-    return ""
+def _timeline(requests: tuple[int, list[Interval]] | None) -> str:
+    """The requests to engines of one step: teachers score while others still write."""
+    if requests is None:
+        return ""
+    step, intervals = requests
+    kinds = [Series("generate", (), colour=0), Series("score", (), colour=1)]
+    at_once = f"{overlaps(intervals)} scores while other episodes were written"
+    chart = lanes_chart(f"Requests of step {step}", intervals)
+    framed = _framed(f"Requests of step {step}", at_once, kinds, chart, css="wide")
+    return f'<h2>Timeline</h2><div class="charts">{framed}</div>'
 
 
-def _images(record: ImageRecord) -> str:
+def _images(images: Images) -> str:
     """What the student drew at each evaluation, at the first beside the last, and how a picture came about; "" for a
     run that draws nothing."""
-    evals, strips = record.steps("eval"), record.steps("denoising")
-    if not evals and not strips:
+    if not images:
         return ""
-    shown = [record.load("eval", evals[i]) for i in evenly(len(evals), _MOST_GRIDS)]
-    left_out = len(evals) - len(shown)
-    more = f'<p class="facts">{_count(left_out, "more evaluation")} in the images directory.</p>' if left_out else ""
-    grids = f'<div class="grids">{"".join(_grid(picture) for picture in shown)}</div>{more}' if shown else ""
-    noise = "".join(_denoising(record.load("denoising", step)) for step in sorted({*strips[:1], *strips[-1:]}))
-    return f"<h2>Images</h2>{grids}{_compared(record, evals)}{noise}"
+    left = images.left_out
+    more = f'<p class="facts">{_count(left, "more evaluation")} in the images directory.</p>' if left else ""
+    grids = f'<div class="grids">{"".join(_grid(picture) for picture in images.grids)}</div>{more}'
+    noise = "".join(_denoising(picture) for picture in images.denoising)
+    return f"<h2>Images</h2>{grids if images.grids else ''}{_compared(images.compared)}{noise}"
 
 
 def _grid(picture: Picture) -> str:
-    """One evaluation, with the prompts below in the same places as their pictures."""
-    title, count = _when(picture.step), len(picture.prompts)
+    """One evaluation, each prompt under its picture."""
+    title, count = when(picture.step), len(picture.prompts)
     unit = _count(count, "held-out prompt") + (f", the first of {picture.of:,}" if picture.of > count else "")
-    prompts = [escape(printable(prompt)) for prompt in picture.prompts]
-    alt = f"{title}: " + "; ".join(prompts)
-    places = "".join(f'<li title="{prompt}">{prompt}</li>' for prompt in prompts)
+    rows = "".join(
+        f"<div>{_img(png, f'{title}: ' + '; '.join(_escaped(prompts)))}"
+        f'<ol style="--columns: {picture.columns}">{_places(prompts)}</ol></div>'
+        for png, prompts in picture_rows(picture)
+    )
     return (
-        f'<figure class="picture"><figcaption><h3>{title}</h3><span class="unit">{unit}, same seeds at every '
-        f'evaluation</span></figcaption><div>{_img(picture.png, alt)}<ol style="--columns: {picture.columns}">{places}'
-        "</ol></div></figure>"
+        f'<figure class="picture">{rows}<figcaption><h3>{title}</h3><span class="unit">{unit}, same seeds at every '
+        f"evaluation</span></figcaption></figure>"
     )
 
 
-def _compared(record: ImageRecord, evals: Sequence[int]) -> str:
-    png = record.load_before_after()
-    if png is None or len(evals) < 2:
+def _escaped(prompts: Sequence[str]) -> list[str]:
+    return [escape(printable(prompt)) for prompt in prompts]
+
+
+def _places(prompts: Sequence[str]) -> str:
+    return "".join(f'<li title="{prompt}">{prompt}</li>' for prompt in _escaped(prompts))
+
+
+def _compared(compared: tuple[int, int, bytes] | None) -> str:
+    if compared is None:
         return ""
-    first, last = _when(evals[0]), _when(evals[-1])
+    first, last, png = when(compared[0]), when(compared[1]), compared[2]
     return (
-        '<figure class="picture"><figcaption><h3>Before and after</h3><span class="unit">same prompts, same seeds'
-        f'</span></figcaption><div><div class="halves"><span>{first}</span><span>{last}</span></div>'
-        f"{_img(png, f'left: {first}; right: {last}')}</div></figure>"
+        f'<figure class="picture"><div>{_img(png, f"left: {first}; right: {last}")}'
+        f'<div class="halves"><span>{first}</span><span>{last}</span></div></div><figcaption><h3>Before and after</h3>'
+        '<span class="unit">same prompts, same seeds</span></figcaption></figure>'
     )
 
 
 def _denoising(picture: Picture) -> str:
-    prompt, title = escape(printable(picture.prompts[0])), f"Noise → picture, {_when(picture.step)}"
+    prompt, title = escape(printable(picture.prompts[0])), f"Noise → picture, {when(picture.step)}"
     return (
-        f'<figure class="picture"><figcaption><h3>{title}</h3><span class="unit">{prompt}</span></figcaption>'
-        f"<div>{_img(picture.png, f'{title}: {prompt}')}</div></figure>"
+        f'<figure class="picture"><div>{_img(picture.png, f"{title}: {prompt}")}</div>'
+        f'<figcaption><h3>{title}</h3><span class="unit">{prompt}</span></figcaption></figure>'
     )
-
-
-def _when(step: int) -> str:
-    return "before training" if step == 0 else f"after step {step:,}"
 
 
 def _img(png: bytes, alt: str) -> str:
     """`alt` is escaped already."""
     return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-
-
-def _points(measured: Sequence[Measured], name: str) -> list[tuple[int, float]]:
-    return [(one.step, one.metrics[name]) for one in measured if name in one.metrics]
 
 
 def _framed(title: str, unit: str, series: Sequence[Series], chart: str, css: str = "") -> str:
@@ -276,16 +226,8 @@ def _framed(title: str, unit: str, series: Sequence[Series], chart: str, css: st
     )
 
 
-def _settings(run: RunDirectory, summary: Mapping[str, Any]) -> str:
-    text = run.config_yaml()
-    try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError:
-        config = None
-    shown = _tables(config) if isinstance(config, dict) else f"<pre>{escape(printable(text))}</pre>"
-    rest = {key: value for key, value in summary.items() if key not in ("eval", "seconds", "steps")}
-    more = f"<h2>Summary</h2>{_tables(rest)}" if rest else ""
-    return f"{more}<h2>Config</h2>{shown}"
+def _config(config: Mapping[str, Any] | str) -> str:
+    return f"<pre>{escape(printable(config))}</pre>" if isinstance(config, str) else _tables(config)
 
 
 def _tables(content: Mapping[Any, Any]) -> str:
@@ -293,7 +235,7 @@ def _tables(content: Mapping[Any, Any]) -> str:
     sections: dict[str, list[tuple[str, Any]]] = {"": []}
     for key, value in content.items():
         if isinstance(value, dict) and value:
-            sections[str(key)] = list(_flat(value))
+            sections[str(key)] = list(flattened(value))
         else:
             sections[""].append((str(key), value))
     parts = [
@@ -304,14 +246,6 @@ def _tables(content: Mapping[Any, Any]) -> str:
         if rows
     ]
     return f'<div class="table">{"".join(parts)}</div>'
-
-
-def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _plain(value: Any) -> str:

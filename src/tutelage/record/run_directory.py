@@ -1,4 +1,4 @@
-"""What a run leaves behind.
+"""The files of a run, and how they are read and written.
 
     config.yaml                   the resolved config: what makes a directory a run
     start.json                    the directory that the run was started in, see config/start.py
@@ -12,7 +12,7 @@
     summary.json                  written once, at the end
     report.html                   see report.py
 
-A killed run may leave its last line torn and lines that are newer than its last checkpoint: `rewind` removes both.
+A killed run may leave an incomplete last line, and lines newer than its last checkpoint: `rewind` removes both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,15 @@ class EvalSample:
     prompt: str
     pieces: tuple[str, ...]
     """the text of each token of the answer"""
-    divergence: tuple[float, ...]
-    """teacher–student divergence at each of these tokens, in nats"""
+    divergence: tuple[float, ...] | None
+    """teacher–student divergence at each of these tokens, in nats; None without a teacher"""
+    reward: float | None = None
+    """None without rewards, or in a record that did not keep it yet"""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """the value of each reward function, unweighted, by the name that the recipe gives it"""
 
     def __post_init__(self) -> None:
-        if len(self.pieces) != len(self.divergence):
+        if self.divergence is not None and len(self.pieces) != len(self.divergence):
             raise ValueError(f"prompt {self.uid}: {len(self.pieces)} tokens but {len(self.divergence)} divergences")
 
     @property
@@ -73,7 +77,7 @@ class EvalSample:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One trajectory of a training step: what the student wrote, and what it and its teacher thought of every token."""
+    """One trajectory of a training step: the tokens that the student wrote, with log-probs, reward and advantages."""
 
     key: Key
     prompt: str
@@ -89,9 +93,18 @@ class RolloutRow:
     finish: str
     version: tuple[int, ...]
     """weight version of each action"""
+    advantage: tuple[float, ...] | None = None
+    """advantage of each action; None where the algorithm has none, or in a record that did not keep it yet"""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """as in EvalSample"""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def __post_init__(self) -> None:
         columns = {
+            "advantage": self.advantage,
             "pieces": self.pieces,
             "ids": self.ids,
             "student_logp": self.student_logp,
@@ -153,12 +166,12 @@ class RunDirectory:
         return target
 
     def keep_config(self, config_yaml: str) -> None:
-        """A resumed run that was told to go further remembers it."""
+        """Replace config.yaml if a resumed run has changed settings."""
         if config_yaml != self.config_yaml():
             write_atomic(self.path / "config.yaml", config_yaml)
 
     def write_data(self, data: Mapping[str, Any]) -> None:
-        """Which prompts the run uses."""
+        """Write data.json, which identifies the prompts of the run."""
         if data != self.load_data():
             write_atomic(self.path / "data.json", json.dumps(data, allow_nan=False, indent=1) + "\n")
 
@@ -181,8 +194,8 @@ class RunDirectory:
         self._require_writable()
 
     def _require_writable(self) -> None:
-        """Write a file there and remove it, with the directories that it needed: what permissions, a full disk or a
-        read-only file system say is known before models are loaded."""
+        """Write a file there and remove it, with the directories that it needed, so that missing permissions, a full
+        disk or a read-only file system are found before models are loaded."""
         probe = temporary_of(self.path / "config.yaml")
         made: list[Path] = []
         try:
@@ -197,7 +210,7 @@ class RunDirectory:
                 remove_directory_quietly(path)
 
     def _has_begun(self) -> bool:
-        """A step was made, or something that only steps lead to is there."""
+        """Whether a step is recorded, or a file exists that is written only after a step."""
         metrics, saved = self.path / "metrics.jsonl", self.path / "checkpoints"
         steps = metrics.exists() and b"\n" in metrics.read_bytes()
         return steps or (self.path / "summary.json").exists() or any(saved.glob("*step-*"))
@@ -258,8 +271,8 @@ class RunDirectory:
         write_atomic(self.path / "summary.json", json.dumps(_finite(summary), allow_nan=False, indent=2) + "\n")
 
     def rewind(self, step: int) -> None:
-        """Forget everything after `step`, and whatever a killed run left half written. Each file is replaced whole, and
-        rewinding twice is the same as once, so this may be interrupted too."""
+        """Remove everything after `step`, and what a killed run left incomplete. Each file is replaced whole,
+        and rewinding twice is the same as once, so this may be interrupted too."""
         try:
             dropped = [
                 _keep_lines(self.path / name, lambda row: row["step"] <= step)
@@ -294,6 +307,11 @@ class RunDirectory:
         """The training episodes that were kept of that step."""
         return [_rollout_from_json(row) for row in read_lines(self._rollouts_path(step))]
 
+    def rollout_steps(self) -> list[int]:
+        """The steps of which training episodes were kept, in order."""
+        matches = (_STEP_FILE.fullmatch(path.name) for path in (self.path / "rollouts").glob("step-*.jsonl"))
+        return sorted(int(match[1]) for match in matches if match)
+
     def load_summary(self) -> dict[str, Any]:
         """{} while the run has not finished."""
         return _read_json(self.path / "summary.json")
@@ -320,7 +338,7 @@ def _measured(row: Mapping[str, Any]) -> Measured:
 
 
 def _keep_lines(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
-    """Rewrite the file if a line has to go or its end is torn; says whether a whole line went."""
+    """Rewrite the file if a line is dropped or the last one is incomplete; return whether a whole line was dropped."""
     if not path.exists():
         return False
     rows = read_lines(path)
@@ -333,7 +351,7 @@ def _keep_lines(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 
 def _remove_later(directory: Path, step: int) -> bool:
-    """Remove the files of later steps and what was half written; says whether a whole file went."""
+    """Remove the files of later steps and temporary files; returns whether a file of a later step was removed."""
     if not directory.is_dir():
         return False
     numbered = ((path, _STEP_FILE.fullmatch(path.name)) for path in directory.iterdir())
@@ -369,13 +387,28 @@ def _floats(values: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(none_to_nan(value) for value in values)
 
 
+def _optional_floats(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
+    return None if values is None else _floats(values)
+
+
+def _parts(content: Mapping[str, Any]) -> dict[str, float]:
+    return {name: none_to_nan(value) for name, value in content.get("reward_parts", {}).items()}
+
+
 def _sample_to_json(sample: EvalSample) -> dict[str, Any]:
     content: dict[str, Any] = _finite(asdict(sample))
     return content
 
 
 def _sample_from_json(content: Mapping[str, Any]) -> EvalSample:
-    return EvalSample(content["uid"], content["prompt"], tuple(content["pieces"]), _floats(content["divergence"]))
+    return EvalSample(
+        uid=content["uid"],
+        prompt=content["prompt"],
+        pieces=tuple(content["pieces"]),
+        divergence=_optional_floats(content["divergence"]),
+        reward=content.get("reward"),
+        reward_parts=_parts(content),
+    )
 
 
 def _rollout_to_json(row: RolloutRow) -> dict[str, Any]:
@@ -391,9 +424,11 @@ def _rollout_from_json(content: Mapping[str, Any]) -> RolloutRow:
         pieces=tuple(content["pieces"]),
         ids=tuple(content["ids"]),
         student_logp=_floats(content["student_logp"]),
-        teacher_logp=None if content["teacher_logp"] is None else _floats(content["teacher_logp"]),
-        divergence=None if content["divergence"] is None else _floats(content["divergence"]),
+        teacher_logp=_optional_floats(content["teacher_logp"]),
+        divergence=_optional_floats(content["divergence"]),
         reward=content["reward"],
         finish=content["finish"],
         version=tuple(content["version"]),
+        advantage=_optional_floats(content.get("advantage")),
+        reward_parts=_parts(content),
     )

@@ -1,4 +1,4 @@
-"""When which engine served which request: `timeline/` of a run whose engines work side by side, and its picture."""
+"""Which engine served which request when: the files in `timeline/` of a run on Ray, and a chart of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Literal
 
 from tutelage.record.measures import duration, printable
 
-WIDTH, LABEL, LANE, AXIS = 1300, 200, 22, 22
+WIDTH, LANE, AXIS = 1300, 22, 22
+_CHARACTER = 7.2
+"""Widest character of a label (.tick in report.css has 12px)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +45,20 @@ def overlaps(intervals: Sequence[Interval]) -> int:
 
 
 def lanes_chart(label: str, intervals: Sequence[Interval]) -> str:
-    """A lane for each engine, a bar for each request (darker where several are served at once); "" without any."""
+    """Draw a lane for each engine and a bar for each request, darker where requests overlap; "" without requests."""
     if not intervals:
         return ""
     engines = sorted({i.engine for i in intervals}, key=lambda name: (not name.startswith("student"), name))
     first, last = min(i.start for i in intervals), max(i.end for i in intervals)
-    scale = (WIDTH - LABEL - 20) / max(last - first, 1e-6)
+    left = round(20 + _CHARACTER * max(len(name) for name in engines))
+    scale = (WIDTH - left - 20) / max(last - first, 1e-6)
     height = len(engines) * LANE + AXIS
     body = [
-        f'<text class="tick" x="{LABEL - 10}" y="{lane * LANE + 15}" text-anchor="end">{escape(printable(name))}</text>'
+        f'<text class="tick" x="{left - 10}" y="{lane * LANE + 15}" text-anchor="end">{escape(printable(name))}</text>'
         for lane, name in enumerate(engines)
     ]
     for interval in intervals:
-        x, y = LABEL + (interval.start - first) * scale, engines.index(interval.engine) * LANE + 4
+        x, y = left + (interval.start - first) * scale, engines.index(interval.engine) * LANE + 4
         width = max((interval.end - interval.start) * scale, 1.0)
         colour = 0 if interval.kind == "generate" else 1
         what = f"{interval.kind} {interval.key}: {duration(interval.end - interval.start)}"
@@ -63,7 +66,7 @@ def lanes_chart(label: str, intervals: Sequence[Interval]) -> str:
             f'<rect class="bar s{colour}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 8}" opacity="0.45">'
             f"<title>{escape(printable(what))}</title></rect>"
         )
-    ends = ((LABEL, "start", "0"), (WIDTH - 20, "end", duration(last - first)))
+    ends = ((left, "start", "0"), (WIDTH - 20, "end", duration(last - first)))
     body += [
         f'<text class="tick" x="{x}" y="{height - 5}" text-anchor="{side}">{escape(text)}</text>'
         for x, side, text in ends

@@ -1,4 +1,4 @@
-"""Metrics for tools that somebody already uses: TensorBoard and Weights & Biases, through their own packages."""
+"""Metrics and answers for TensorBoard and Weights & Biases, through their own packages."""
 
 from __future__ import annotations
 
@@ -9,36 +9,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tutelage.config.measures import MEASURES, Measure
+from tutelage.config.measures import MEASURES, Measure, tracked
 from tutelage.errors import missing_extra
 from tutelage.record.files import write_atomic
-
-HELD_OUT = "validation/"
-"""prefix of the measures of evaluations"""
+from tutelage.record.sample_table import SampleTable
 
 
 class MetricWriter(Protocol):
-    """Takes the same numbers as metrics.jsonl."""
+    """Takes the same numbers as metrics.jsonl and validation.jsonl, and some of the answers."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float], *, held_out: bool = False) -> None:
+        """Write the metrics of a step, or those of an evaluation after it."""
+
+    def samples(self, step: int, table: SampleTable, *, held_out: bool = False) -> None:
+        """Write answers of a step, or those of an evaluation after it."""
 
     def close(self) -> None:
-        """Write what is pending; no `log` after this."""
+        """Write what is pending; no `log` or `samples` after this."""
 
 
 class TensorBoardWriter:
-    """Event files in a directory, for `tensorboard --logdir`. Main metrics have a chart each under Custom Scalars."""
+    """Event files in a directory, for `tensorboard --logdir`. Main metrics have a chart each under Custom Scalars;
+    answers are under Text."""
 
     def __init__(self, directory: Path | str, *, purge_step: int | None = None) -> None:
         """`purge_step`: a resumed run's first new step; what the killed run wrote from there on is then hidden."""
         module = _import("torch.utils.tensorboard", needs="tensorboard", writer="tensorboard")
         self._writer = module.SummaryWriter(log_dir=str(directory), purge_step=purge_step)
-        charts = {_titled(known): ["Multiline", [name, HELD_OUT + name]] for name, known in MEASURES.items()}
+        charts = {
+            _titled(known): ["Multiline", [tracked(name), tracked(name, held_out=True)]]
+            for name, known in MEASURES.items()
+        }
         self._writer.add_custom_scalars({"Main metrics": charts})
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], *, held_out: bool = False) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
+            self._writer.add_scalar(tracked(name, held_out=held_out), value, global_step=step)
+        self._writer.flush()
+
+    def samples(self, step: int, table: SampleTable, *, held_out: bool = False) -> None:
+        self._writer.add_text(tracked("samples", held_out=held_out), table.markdown(), global_step=step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -50,8 +60,8 @@ class WandbWriter:
 
     def __init__(self, project: str, name: str, directory: Path | str, config: Mapping[str, Any]) -> None:
         """The run's id is kept in `directory`, so that a resumed run goes on in the same one."""
-        module = _import("wandb", needs="wandb", writer=f"wandb:{project}")
-        self._run = module.init(
+        self._module = _import("wandb", needs="wandb", writer=f"wandb:{project}")
+        self._run = self._module.init(
             project=project,
             name=name,
             id=_kept_id(Path(directory) / "wandb-id"),
@@ -61,10 +71,16 @@ class WandbWriter:
         )
         for name, known in MEASURES.items():
             if known.better != "neither":
-                self._run.define_metric(HELD_OUT + name, summary="min" if known.better == "lower" else "max")
+                best = "min" if known.better == "lower" else "max"
+                self._run.define_metric(tracked(name, held_out=True), summary=best)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+    def log(self, step: int, metrics: Mapping[str, float], *, held_out: bool = False) -> None:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._run.log({tracked(name, held_out=held_out): value for name, value in finite.items()}, step=step)
+
+    def samples(self, step: int, table: SampleTable, *, held_out: bool = False) -> None:
+        content = self._module.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        self._run.log({tracked("samples", held_out=held_out): content}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -61,7 +61,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     return install
 
 
-def problem(settings: Data, path: str, *, heldout: bool = False) -> str:
+def problem(settings: DataSettings, path: str, *, heldout: bool = False) -> str:
     with pytest.raises(PromptError) as caught:
         load_prompts(settings, path, heldout=heldout)
     return str(caught.value)

@@ -389,8 +389,8 @@ class TestWriters:
         writer.close()
         events = EventAccumulator(str(tmp_path))
         events.Reload()
-        assert [(event.step, event.value) for event in events.Scalars("kl")] == [(1, 0.5), (2, 0.25)]
-        assert [(event.step, event.value) for event in events.Scalars("grad_norm")] == [(1, 2.0)]
+        assert [(event.step, event.value) for event in events.Scalars("train/kl")] == [(1, 0.5), (2, 0.25)]
+        assert [(event.step, event.value) for event in events.Scalars("train/grad_norm")] == [(1, 2.0)]
 
     def test_wandb_keeps_the_best_value_of_held_out_measures(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -399,10 +399,10 @@ class TestWriters:
         monkeypatch.setitem(sys.modules, "wandb", Mock(init=Mock(return_value=run)))
         writer = WandbWriter("project", "run", tmp_path, {})
         defined = {call.args[0]: call.kwargs["summary"] for call in run.define_metric.call_args_list}
-        assert (defined["validation/kl"], defined["validation/reward"]) == ("min", "max")
-        assert "validation/entropy" not in defined
+        assert (defined["eval/kl"], defined["eval/reward"]) == ("min", "max")
+        assert "eval/entropy" not in defined
         writer.log(3, {"kl": 0.5, "loss": math.nan})
-        run.log.assert_called_once_with({"kl": 0.5}, step=3)
+        run.log.assert_called_once_with({"train/kl": 0.5}, step=3)
 
     def test_a_missing_package_names_its_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "wandb", None)
