@@ -30,7 +30,7 @@ ROUNDS = 5
 WANTED = 0.8
 """Target as a fraction of raw bandwidth, in each direction."""
 WHAT = ("put", "get", "bare_put")
-ACTORS = ("ray::Clerk", "ray::TransferQueueController", "ray::SimpleStorageUnit")
+ACTORS = ("ray::LedgerService", "ray::TransferQueueController", "ray::SimpleStorageUnit")
 
 
 def make_rows(count: int) -> list[dict[str, Any]]:

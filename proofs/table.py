@@ -45,7 +45,7 @@ DIFFUSION = (
     "toys/shapes.py",
 )
 """Parts of them that a text run does not use."""
-CLUSTER = ("queue/clerk.py", "queue/transfer")
+CLUSTER = ("queue/ledger_service.py", "queue/transfer")
 """Parts of them that an inline run does not use."""
 
 

@@ -67,7 +67,7 @@ def _inline(modality: Modality, prompts: Prompts, progress: Progress) -> Parts:
     config, queue, rewards = modality.config, MemoryQueue(), reward_pool(modality.config)
     embedded = modality.embed(prompts, queue, progress)
     teachers = modality.teacher_client({n: TeacherPool(n, [engine]) for n, engine in embedded.teachers.items()})
-    judges = Judges(config, modality.made, queue, teachers, embedded.reference, rewards)
+    judges = Judges(config, modality.reward_input, queue, teachers, embedded.reference, rewards)
     router = Router("student", [embedded.student])
 
     async def send(request: AnyRequest) -> AnyOutput:

@@ -31,7 +31,7 @@ from tutelage.backends.ray.faults import needing  # noqa: E402
 from tutelage.backends.ray.handles import ActorHandle  # noqa: E402
 from tutelage.errors import RunLost  # noqa: E402
 from tutelage.queue import SampleQueue, SchemaError, transfer_store  # noqa: E402
-from tutelage.queue.clerk import Clerk, Reply  # noqa: E402
+from tutelage.queue.ledger_service import LedgerService, Reply  # noqa: E402
 from tutelage.queue.transfer_queue import TransferSampleQueue, start  # noqa: E402
 from tutelage.queue.transfer_store import from_batch_meta, to_batch_meta, to_kv_meta  # noqa: E402
 
@@ -42,7 +42,7 @@ _first: list[TransferSampleQueue] = []
 _next = itertools.count()
 
 
-class FreshClerk(Clerk):
+class FreshLedgerService(LedgerService):
     """Can start over, which is quicker than a new actor for each test."""
 
     async def reset(self) -> Reply:
@@ -62,14 +62,14 @@ class FreshClerk(Clerk):
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """One Ray and one TransferQueue; three clerks, since a test has up to three queues at a time."""
+    """One Ray and one TransferQueue; three services, since a test has up to three queues at a time."""
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
     for name in (__name__, "queue_plans"):  # workers cannot import tests
         ray.cloudpickle.register_pickle_by_value(sys.modules[name])
     first = start()
     _first[:] = [first]
-    clerk = ray.remote(num_cpus=0, max_concurrency=100)(FreshClerk)
-    _queues[:] = [TransferSampleQueue(clerk.remote()) for _ in range(3)]
+    service = ray.remote(num_cpus=0, max_concurrency=100)(FreshLedgerService)
+    _queues[:] = [TransferSampleQueue(service.remote()) for _ in range(3)]
     yield
     first.close()
     ray.shutdown()
@@ -78,10 +78,10 @@ def cluster() -> Iterator[None]:
 def make() -> TransferSampleQueue:
     """A queue of which nothing is left, not in TransferQueue either."""
     queue = _queues[next(_next) % len(_queues)]
-    reply = ray.get(queue._clerk.reset.remote())
+    reply = ray.get(queue._service.reset.remote())
     if reply.lease:
         transfer_store.erase(reply.clear)
-        ray.get(queue._clerk.settle.remote(reply.lease, True))
+        ray.get(queue._service.settle.remote(reply.lease, True))
     return queue
 
 
@@ -230,7 +230,7 @@ class Victim:
 async def overtaken(queue: TransferSampleQueue, fate: int, before: bool) -> tuple[int, Any]:
     """A row to which a victim began to add columns, and to which this process then adds them. The victim's process and
     what becomes of its call."""
-    await queue._clerk.hasten.remote(1.0)
+    await queue._service.hasten.remote(1.0)
     await queue.open(group(0), 1)
     await queue.put(key(0), make_row(mark=3))
     await queue.seal(key(0).episode, 1)
@@ -298,7 +298,7 @@ def test_writes_within_the_window_go_out_together(
     monkeypatch: pytest.MonkeyPatch, window: float, expected: list[int]
 ) -> None:
     async def test() -> None:
-        queue = TransferSampleQueue(alone()._clerk, window)
+        queue = TransferSampleQueue(alone()._service, window)
         await asyncio.gather(queue.open(group(0), 1), queue.open(group(1), 1))
         puts: list[int] = []
         plain = transfer_store.put
@@ -445,13 +445,13 @@ def test_a_missing_package_is_named_with_its_extra(package: str) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "named"),
-    [("Clerk", "the ledger of the queue"), ("SimpleStorageUnit", "storage unit [01] of TransferQueue")],
+    [("LedgerService", "the ledger of the queue"), ("SimpleStorageUnit", "storage unit [01] of TransferQueue")],
 )
 def test_when_a_process_of_the_queue_dies_nobody_waits_for_it(victim: str, named: str) -> None:
-    queue = _first[0] if victim == "Clerk" else make()
-    actors = _first[0].actors | {"the ledger of the queue": queue._clerk}
+    queue = _first[0] if victim == "LedgerService" else make()
+    actors = _first[0].actors | {"the ledger of the queue": queue._service}
     processes: list[ActorHandle[Any]] = [ActorHandle(name, actor) for name, actor in actors.items()]
-    release = queue.release if victim != "Clerk" else lambda: None
+    release = queue.release if victim != "LedgerService" else lambda: None
 
     async def test() -> None:
         async with needing(processes, 60.0, release, "It is needed."):

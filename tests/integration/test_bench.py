@@ -468,7 +468,7 @@ def test_queue_bandwidth_runs(capfd: Printed) -> None:
     queue_bandwidth.main(["--tiny"])
     printed = capfd.readouterr().out
     assert printed.startswith("16 rows")
-    assert all(name in printed for name in ("raw", "ours", "first row", "idle Clerk"))
+    assert all(name in printed for name in ("raw", "ours", "first row", "idle LedgerService"))
 
 
 def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:

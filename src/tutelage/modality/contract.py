@@ -149,7 +149,7 @@ class Modality(ABC):
     def _episodes(self, send: Send) -> EpisodeKind: ...
 
     @abstractmethod
-    def made(self, trajectory: Trajectory) -> tuple[str, Media | None]:
+    def reward_input(self, trajectory: Trajectory) -> tuple[str, Media | None]:
         """What rewards see of a trajectory: its text, or its image or video."""
 
     def teacher_client(self, pools: Mapping[str, TeacherPool]) -> TeacherClient:

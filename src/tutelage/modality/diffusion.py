@@ -109,7 +109,7 @@ class DiffusionModality(Modality):
     def _episodes(self, send: Send) -> DiffusionEpisodes:
         return DiffusionEpisodes(send)
 
-    def made(self, trajectory: Trajectory) -> tuple[str, Media]:
+    def reward_input(self, trajectory: Trajectory) -> tuple[str, Media]:
         media: Tensor = trajectory.extra["media"]
         return "", Media(media.numpy().tobytes(), tuple(media.shape))
 

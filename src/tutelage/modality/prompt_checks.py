@@ -10,7 +10,7 @@ from tutelage.data.notes import Progress, Report, silent, unseen
 from tutelage.data.prompts import PromptSet
 from tutelage.data.trajectory import Message, Prompt
 from tutelage.errors import UserError
-from tutelage.models.sight import Reach
+from tutelage.models.attention_range import Reach
 from tutelage.models.tokenizers import NoChatTemplate, SafeTokenizer
 from tutelage.rollout.contract import LOOPS, PromptTooLong
 from tutelage.teachers.client import Renderer, TeacherClient, own_words

@@ -169,7 +169,7 @@ class TextModality(Modality):
         config = self.config
         return TextEpisodes(self.tokenizer, config.data.max_prompt_tokens, send, config.engine.context)
 
-    def made(self, trajectory: Trajectory) -> tuple[str, None]:
+    def reward_input(self, trajectory: Trajectory) -> tuple[str, None]:
         ids = trajectory.tokens[trajectory.mask].tolist()
         return self.tokenizer.decode(ids, skip_special=True), None
 

@@ -19,9 +19,9 @@ from tutelage.engines.registry import TextSpec, build_engine
 from tutelage.errors import UserError
 from tutelage.models.attention import NAME as ATTENTION
 from tutelage.models.attention import UnsupportedAttention
+from tutelage.models.attention_range import Reach
 from tutelage.models.causal_lm import CausalLM, OutputHead
 from tutelage.models.loading import apply_lora, check_head_is_plain, load_causal_lm, narrow_adapter
-from tutelage.models.sight import Reach
 from tutelage.models.small_copy import check_copy, check_files
 from tutelage.models.tokenizers import SafeTokenizer, compare
 from tutelage.policy.text import log_probs

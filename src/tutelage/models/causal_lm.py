@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tutelage.models.attention import NAME, DecodePlan, KeyValueCache, PackPlan, UnsupportedAttention
+from tutelage.models.attention_range import Reach, reach_of, sights_of
 from tutelage.models.lean import LeanLinear, make_lean
 from tutelage.models.llama_decode import LlamaDecoder, llama_decoder
 from tutelage.models.packing import Pack, PrefixEntry, Sight, pack
-from tutelage.models.sight import Reach, reach_of, sights_of
 from tutelage.policy.text import wide
 
 

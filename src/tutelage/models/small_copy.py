@@ -22,10 +22,10 @@ from transformers.utils import logging as transformers_logging
 
 from tutelage.config.schema import ModelSettings
 from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention
+from tutelage.models.attention_range import Reach, reach_of
 from tutelage.models.causal_lm import CausalLM, fill_cache, relative_gap
 from tutelage.models.loading import read_config
 from tutelage.models.packing import pack
-from tutelage.models.sight import Reach, reach_of
 
 LENGTHS = (21, 14, 8, 3)
 """Lengths of the compared sequences; the first three share a prefix."""

@@ -1,6 +1,6 @@
 """The sample queue of several processes: tensors in the storage units of TransferQueue, the ledger in a Ray actor.
 
-    writer ── 1 begin ──────────► ledger actor (Clerk)    a few hundred bytes per row
+    writer ── 1 begin ──────────► ledger actor (LedgerService)    a few hundred bytes per row
            ── 2 kv_batch_put ───► storage units           tensors, from the writer's process straight to the units
            ── 3 settle ─────────► ledger actor            only now the columns are visible to takers
 
@@ -10,7 +10,7 @@ split into parts, so that one part is described and entered while another is tra
 **Written once.** `begin` leases the rows to the writer. Until it settles, another write to the same columns of a row
 waits, and then finds them present, so a repeated update never touches stored data. Nothing is entered in the ledger
 before the data is stored. The writer renews its lease while it writes. If it dies or is suspended, its call has no
-effect: after `clerk.LEASE` seconds the lease is lost and the rows can be written again, while the data that it stored,
+effect: after `ledger_service.LEASE` seconds the lease is lost and the rows can be written again, while the data that it stored,
 or stores later, is at a place that no other process uses. Rows that are dropped (failed, superseded, stale, cleared)
 are leased in the same way to the process that clears them from the storage units.
 """
@@ -28,9 +28,9 @@ from torch import Tensor
 
 from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey, GroupKey, Key
 from tutelage.queue import transfer_store as store
-from tutelage.queue.clerk import Clerk, ClerkAnswer, Reply, Request, StoragePlace
 from tutelage.queue.contract import BatchRef, Tags
 from tutelage.queue.ledger import saved_rows
+from tutelage.queue.ledger_service import LedgerAnswer, LedgerService, Reply, Request, StoragePlace
 from tutelage.queue.schema import check_names, describe, in_order, join
 from tutelage.queue.transfer_store import BatchMeta, KVBatchMeta, by_partition, ray
 
@@ -62,7 +62,7 @@ class _Job:
     def size(self) -> int:
         return sum(v.nbytes for row in self.rows.values() for v in row.values() if isinstance(v, Tensor))
 
-    def finish(self, answer: ClerkAnswer) -> None:
+    def finish(self, answer: LedgerAnswer) -> None:
         if self.done.done():
             return
         if answer.error is not None:
@@ -77,8 +77,8 @@ class TransferSampleQueue:
     It can be pickled and used in any process of the cluster, on one asyncio loop per process.
     """
 
-    def __init__(self, clerk: Any, window: float = 0.0) -> None:
-        self._clerk = clerk
+    def __init__(self, service: Any, window: float = 0.0) -> None:
+        self._service = service
         self._window = window
         self._pending: list[_Job] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,7 +91,7 @@ class TransferSampleQueue:
         """The actors of the queue, by the names used in errors; only set in the process that started it"""
 
     def __reduce__(self) -> tuple[type[TransferSampleQueue], tuple[Any, float]]:
-        return type(self), (self._clerk, self._window)
+        return type(self), (self._service, self._window)
 
     async def open(self, group: GroupKey, samples: int) -> None:
         await self._send(Request("open", group, samples))
@@ -125,7 +125,7 @@ class TransferSampleQueue:
         taken: tuple[BatchRef, Reply] | None = None
         while taken is None:  # another taker may be faster
             left = None if ends is None else max(0.0, ends - loop.time())
-            await self._wait(self._clerk.ready.remote(partition, needs, groups, left, deadline))
+            await self._wait(self._service.ready.remote(partition, needs, groups, left, deadline))
             taken = await self._hand_out(partition, needs, groups, oldest)
         ref, reply = taken
         await _to_the_end(self._settle(reply))
@@ -133,7 +133,7 @@ class TransferSampleQueue:
 
     async def get(self, ref: Reference, columns: Sequence[str]) -> Batch:
         ref = await self._reference(ref)
-        answer: ClerkAnswer = await self._clerk.columns.remote(ref.keys, check_names(columns, "get"))
+        answer: LedgerAnswer = await self._service.columns.remote(ref.keys, check_names(columns, "get"))
         if answer.error is not None:
             raise answer.error
         names, places = answer.value
@@ -143,10 +143,10 @@ class TransferSampleQueue:
 
     async def clear(self, ref: Reference) -> None:
         ref = await self._reference(ref)
-        await self._settle(await self._clerk.clear.remote(ref.keys))
+        await self._settle(await self._service.clear.remote(ref.keys))
 
     async def snapshot(self) -> dict[str, Any]:
-        snapshot, held, places = await self._clerk.snapshot.remote()
+        snapshot, held, places = await self._service.snapshot.remote()
         columns: dict[Key, dict[str, Any]] = {}
         for key, names in held.items():  # one by one: open trailing dims may differ
             columns[key] = (await self._fetch((key,), in_order(names), places)).row(0)
@@ -167,7 +167,7 @@ class TransferSampleQueue:
 
     def close(self) -> None:
         """Stop the ledger actor and TransferQueue. Call this in the process that started them, after all use."""
-        ray.kill(self._clerk)
+        ray.kill(self._service)
         store.shut_down()
 
     async def _reference(self, ref: Reference) -> BatchRef:
@@ -186,12 +186,12 @@ class TransferSampleQueue:
 
     async def _hand_out(self, *what: Any) -> tuple[BatchRef, Reply] | None:
         """Take the groups. If this taker is cancelled meanwhile, return them."""
-        asked = asyncio.ensure_future(_answer(self._clerk.hand_out.remote(*what)))
+        asked = asyncio.ensure_future(_answer(self._service.hand_out.remote(*what)))
         try:
             return await asyncio.shield(asked)
         except asyncio.CancelledError:
             if (taken := await asked) is not None:
-                await self._clerk.give_back.remote(taken[1].lease)
+                await self._service.give_back.remote(taken[1].lease)
             raise
 
     async def _send(self, request: Request, rows: Mapping[Key, Mapping[str, Any]] | None = None) -> Any:
@@ -230,12 +230,12 @@ class TransferSampleQueue:
                 await self._write(part)
             except Exception as error:
                 for job in part:
-                    job.finish(ClerkAnswer(error=error))
+                    job.finish(LedgerAnswer(error=error))
 
     async def _write(self, part: Sequence[_Job]) -> None:
         """Write one part: begin, store, settle. A job whose row another writer holds is retried later."""
         # Pickled here, because Ray's pickler calls Python code per object, which doubles the time for many rows.
-        reply: Reply = await self._clerk.begin.remote(pickle.dumps([job.described() for job in part]))
+        reply: Reply = await self._service.begin.remote(pickle.dumps([job.described() for job in part]))
         writes: list[_Job] = []
         rows: dict[StoragePlace, dict[str, Any]] = {}
         for job, answer in zip(part, reply.answers, strict=True):
@@ -256,7 +256,7 @@ class TransferSampleQueue:
         if writes and not settled:
             silent = f"the queue heard nothing for {reply.seconds:g} s from this process, which wrote {len(rows)} rows"
             lost = error or TimeoutError(f"{silent}: none was entered. Does something block its event loop?")
-            settled = [ClerkAnswer(error=lost)] * len(writes)
+            settled = [LedgerAnswer(error=lost)] * len(writes)
         for job, answer in zip(writes, settled, strict=True):
             job.finish(answer)
         for job, answer in zip(part, reply.answers, strict=True):
@@ -270,7 +270,7 @@ class TransferSampleQueue:
         async def renew() -> None:
             while True:
                 await asyncio.sleep(reply.seconds / 4)
-                await self._clerk.renew.remote(reply.lease)
+                await self._service.renew.remote(reply.lease)
 
         renewing = asyncio.create_task(renew())
         try:
@@ -280,21 +280,21 @@ class TransferSampleQueue:
 
     async def _again(self, job: _Job, key: Key) -> None:
         try:
-            await self._clerk.free.remote(key)
+            await self._service.free.remote(key)
         except Exception as error:
-            job.finish(ClerkAnswer(error=error))
+            job.finish(LedgerAnswer(error=error))
         else:
             self._enqueue(job)
 
-    async def _settle(self, reply: Reply, stored: bool = True) -> list[ClerkAnswer]:
+    async def _settle(self, reply: Reply, stored: bool = True) -> list[LedgerAnswer]:
         """Clear the rows leased to this process for clearing, and end its lease. Returns the answers to its writes."""
-        answers: list[ClerkAnswer] = []
+        answers: list[LedgerAnswer] = []
         self.counts = reply.counts
         while reply.lease:
             if reply.clear:
                 async with self._renewed(reply):
                     await asyncio.to_thread(store.erase, reply.clear)
-            reply = await self._clerk.settle.remote(reply.lease, stored)
+            reply = await self._service.settle.remote(reply.lease, stored)
             self.counts = reply.counts
             answers += reply.answers
         return answers
@@ -336,9 +336,9 @@ def start(units: int = 2, *, window: float = 0.0, deadline: float = 60.0) -> Tra
     if not 0.0 <= window <= 0.01:
         raise ValueError(f"queue window is {window} s, expected 0 to 0.01")
     store.launch(units, deadline)
-    actor: Any = ray.remote(Clerk)
+    actor: Any = ray.remote(LedgerService)
     queue = TransferSampleQueue(actor.options(num_cpus=0, max_concurrency=_TASKS).remote(), window)
-    queue.actors = {"the ledger of the queue": queue._clerk, **store.actors(units)}
+    queue.actors = {"the ledger of the queue": queue._service, **store.actors(units)}
     return queue
 
 

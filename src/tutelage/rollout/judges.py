@@ -47,11 +47,11 @@ def _with_toys(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **{name: str(pipeline_directory(value, lambda line: None)) for name, value in toys.items()}}
 
 
-Made = Callable[[Trajectory], tuple[str, Media | None]]
+RewardInput = Callable[[Trajectory], tuple[str, Media | None]]
 """Returns what rewards see of a trajectory: its text, or its image or video."""
 
 
-def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJudge:
+def reward_judge(pool: RewardPool, names: Sequence[str], reward_input: RewardInput) -> EpisodeJudge:
     """Return a judge that scores the rewarded trajectory of an episode, unless its loop has set a reward.
 
     `names` are the names of the run's rewards, in the order of column reward_parts.
@@ -62,7 +62,7 @@ def reward_judge(pool: RewardPool, names: Sequence[str], made: Made) -> EpisodeJ
         if trajectory.reward is not None:
             nothing = torch.full((len(names),), float("nan"))
             return {"reward": torch.tensor(trajectory.reward, dtype=torch.float32), "reward_parts": nothing}
-        prompt, (text, media) = episode.prompt, made(trajectory)
+        prompt, (text, media) = episode.prompt, reward_input(trajectory)
         judgement = await pool.score(
             Answer(prompt.request, text, prompt.ground_truth, dict(prompt.columns), trajectory.finish, media)
         )
@@ -94,7 +94,7 @@ class Judges:
     """The judges of a run: teachers, the reference and rewards."""
 
     config: RunConfig
-    made: Made
+    reward_input: RewardInput
     queue: SampleQueue
     teachers: TeacherClient
     reference: Scorer | None
@@ -109,7 +109,7 @@ class Judges:
             found.append(_reference_judge(self.reference))
         if self.rewards is None:
             return EpisodeScorer(self.queue, tuple(found))
-        judge = reward_judge(self.rewards, tuple(self.config.rewards), self.made)
+        judge = reward_judge(self.rewards, tuple(self.config.rewards), self.reward_input)
         return EpisodeScorer(self.queue, tuple(found), (judge,))
 
 

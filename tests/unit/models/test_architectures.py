@@ -17,10 +17,10 @@ import tiny
 from tutelage.config.schema import ModelSettings
 from tutelage.models import causal_lm, small_copy
 from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention
+from tutelage.models.attention_range import reach_of, sights_of
 from tutelage.models.causal_lm import CausalLM, fill_cache
 from tutelage.models.loading import load_causal_lm
 from tutelage.models.packing import pack
-from tutelage.models.sight import reach_of, sights_of
 from tutelage.models.small_copy import check_copy, check_files
 from tutelage.models.sources import ModelError
 

@@ -261,7 +261,7 @@ class RolloutActor(Actor):
         self.rewards = reward_pool(config)
         judges = Judges(
             config,
-            modality.made,
+            modality.reward_input,
             queue,
             modality.teacher_client(self.pools),
             self.reference if engines.reference else None,

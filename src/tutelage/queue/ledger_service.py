@@ -47,7 +47,7 @@ class Request(NamedTuple):
     """number of trajectories of the episode, if a put also seals it"""
 
 
-class ClerkAnswer(NamedTuple):
+class LedgerAnswer(NamedTuple):
     """The result of a request, or what the writer must do first."""
 
     value: Any = None
@@ -60,7 +60,7 @@ class ClerkAnswer(NamedTuple):
     """a row that another writer holds: retry when it is free"""
 
 
-_DONE, _WRITE = ClerkAnswer(), ClerkAnswer(write=())
+_DONE, _WRITE = LedgerAnswer(), LedgerAnswer(write=())
 """The most common answers. A message that repeats the same object pickles small."""
 
 
@@ -69,7 +69,7 @@ class Reply(NamedTuple):
 
     lease: int
     """the lease to settle; 0 if there is none"""
-    answers: list[ClerkAnswer]
+    answers: list[LedgerAnswer]
     clear: list[StoragePlace]
     """places to clear from storage before settling"""
     counts: dict[str, int]
@@ -91,7 +91,7 @@ class _Lease:
     """groups handed out to a taker that has not settled yet"""
 
 
-class Clerk:
+class LedgerService:
     """Serves the ledger to all processes; runs as a Ray actor.
 
     Errors are returned in answers, because Ray would wrap exceptions that are raised.
@@ -123,7 +123,7 @@ class Clerk:
 
         An empty list of answers means that nothing was entered.
         """
-        answers: list[ClerkAnswer] = []
+        answers: list[LedgerAnswer] = []
         if number not in self._leases:
             self._report(number)
         elif not stored:
@@ -170,13 +170,13 @@ class Clerk:
         self._ledger.give_back(self._leases[number].handed)
         self._end(number)
 
-    async def columns(self, keys: Sequence[Key], names: Sequence[str]) -> ClerkAnswer:
+    async def columns(self, keys: Sequence[Key], names: Sequence[str]) -> LedgerAnswer:
         """Return which of the columns can be read, and the places of those that are not at place 0."""
         try:
             readable = self._ledger.columns(keys, names)
         except (KeyError, ValueError) as error:
-            return ClerkAnswer(error=error)
-        return ClerkAnswer((readable, {key: self._places[key] for key in keys if key in self._places}))
+            return LedgerAnswer(error=error)
+        return LedgerAnswer((readable, {key: self._places[key] for key in keys if key in self._places}))
 
     async def clear(self, keys: Iterable[Key]) -> Reply:
         self._ledger.clear(keys)
@@ -187,7 +187,7 @@ class Clerk:
         held = {key: tuple(row.columns) for key, row in self._ledger.rows().items()}
         return self._ledger.snapshot(), held, self._places
 
-    def _begin(self, number: int, request: Request) -> ClerkAnswer:
+    def _begin(self, number: int, request: Request) -> LedgerAnswer:
         try:
             match request.what:
                 case "put":
@@ -199,39 +199,39 @@ class Clerk:
                 case _:
                     return self._enter(request)
         except (KeyError, ValueError) as error:
-            return ClerkAnswer(error=error)
+            return LedgerAnswer(error=error)
 
-    def _begin_put(self, number: int, request: Request) -> ClerkAnswer:
+    def _begin_put(self, number: int, request: Request) -> LedgerAnswer:
         if request.at in self._held:
-            return ClerkAnswer(busy=request.at)
+            return LedgerAnswer(busy=request.at)
         if self._ledger.admit_row(request.at, request.value, request.of) is None:
             return self._enter(request)
         place = self._hold(number, request, {request.at: None})
-        return ClerkAnswer(write=(), place=place) if place else _WRITE
+        return LedgerAnswer(write=(), place=place) if place else _WRITE
 
-    def _begin_update(self, number: int, request: Request) -> ClerkAnswer:
+    def _begin_update(self, number: int, request: Request) -> LedgerAnswer:
         """Lease the columns of an update. One lease may hold several updates of a row, if their columns differ."""
         lease, key = self._leases[number], request.at
         mine = lease.writes.get(key)
         if key in self._held and mine is None:
-            return ClerkAnswer(busy=key)
+            return LedgerAnswer(busy=key)
         new = self._ledger.admit_columns(key, request.value)
         if not new:
             return self._enter(request)
         if mine is not None and not mine.isdisjoint(new):
-            return ClerkAnswer(busy=key)
-        return ClerkAnswer(write=tuple(new), place=self._hold(number, request, {key: {*new, *(mine or ())}}))
+            return LedgerAnswer(busy=key)
+        return LedgerAnswer(write=tuple(new), place=self._hold(number, request, {key: {*new, *(mine or ())}}))
 
-    def _begin_restore(self, number: int, request: Request) -> ClerkAnswer:
+    def _begin_restore(self, number: int, request: Request) -> LedgerAnswer:
         """Lease the rows of a snapshot, after a trial on an empty ledger, so that a bad snapshot is not stored."""
         saved, described = request.value
         self._ledger.check_empty()
         Ledger().restore(saved, described)
         if taken := next((key for key in described if key in self._held), None):
-            return ClerkAnswer(busy=taken)
-        return ClerkAnswer(write=(), place=self._hold(number, request, dict.fromkeys(described)))
+            return LedgerAnswer(busy=taken)
+        return LedgerAnswer(write=(), place=self._hold(number, request, dict.fromkeys(described)))
 
-    def _enter(self, request: Request, place: int = 0) -> ClerkAnswer:
+    def _enter(self, request: Request, place: int = 0) -> LedgerAnswer:
         what, at, value, tags, of = request
         try:
             match what:
@@ -241,7 +241,7 @@ class Clerk:
                 case "update":
                     if place:
                         self._placed(at, self._ledger.admit_columns(at, value) or (), place)
-                    return ClerkAnswer(self._ledger.update(at, value))
+                    return LedgerAnswer(self._ledger.update(at, value))
                 case "restore":
                     self._ledger.restore(*value)
                     for key, described in value[1].items():
@@ -253,7 +253,7 @@ class Clerk:
                 case "fail":
                     self._ledger.fail(at, value)
         except (KeyError, ValueError) as error:
-            return ClerkAnswer(error=error)
+            return LedgerAnswer(error=error)
         return _DONE
 
     def _lease(self) -> int:
@@ -279,7 +279,7 @@ class Clerk:
         if place:
             self._places.setdefault(key, {}).update(dict.fromkeys(columns, place))
 
-    def _reply(self, number: int, answers: list[ClerkAnswer]) -> Reply:
+    def _reply(self, number: int, answers: list[LedgerAnswer]) -> Reply:
         """Build a reply. The caller clears dropped rows that no lease holds; a held row is cleared after its lease
         ends."""
         lease = self._leases[number]
