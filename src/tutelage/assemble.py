@@ -16,6 +16,7 @@ from tutelage.data.prompts import Prompts, PromptSet, PromptStream
 from tutelage.engines.contract import AnyOutput, AnyRequest
 from tutelage.modality import modality_of
 from tutelage.modality.contract import Modality
+from tutelage.models.device import choose_device, device_note
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.queue.contract import CountingQueue
 from tutelage.queue.memory import MemoryQueue
@@ -65,7 +66,9 @@ def assemble(config: RunConfig, report: Report = silent, progress: Progress = un
 def _inline(modality: Modality, prompts: Prompts, progress: Progress) -> Parts:
     """Load all models into this process."""
     config, queue, rewards = modality.config, MemoryQueue(), reward_pool(modality.config)
-    embedded = modality.embed(prompts, queue, progress)
+    device = choose_device(config.device)
+    modality.report(device_note(device))
+    embedded = modality.embed(prompts, queue, device, progress)
     teachers = modality.teacher_client({n: TeacherPool(n, [engine]) for n, engine in embedded.teachers.items()})
     judges = Judges(config, modality.reward_input, queue, teachers, embedded.reference, rewards)
     router = Router("student", [embedded.student])

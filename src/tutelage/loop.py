@@ -38,6 +38,7 @@ from tutelage.learner.update import NonFiniteLoss
 from tutelage.queue.contract import BatchRef
 from tutelage.record import notes
 from tutelage.record.batches import batch_metrics, rollout_rows, shown_rows
+from tutelage.record.callbacks import NO_CALLBACKS, STOP, Callbacks, OnMetrics
 from tutelage.record.display import Display
 from tutelage.record.lock import locked
 from tutelage.record.recorder import Recorder
@@ -71,25 +72,34 @@ class Run:
     """The names of the warnings that have been shown."""
     counts: dict[str, Any] = field(default_factory=dict)
     """The final counters of rewards and teachers."""
+    callbacks: Callbacks = NO_CALLBACKS
 
     def stop(self) -> None:
         self.stopping = True
         self.display.note("Ctrl-C: finishing this step and saving. Press it again to stop at once.")
 
+    def tell(self, callback: OnMetrics | None, metrics: Mapping[str, float]) -> None:
+        """Call a callback about the current step."""
+        if callback is not None and callback(self.step, metrics) is STOP and not self.stopping:
+            self.stopping = True
+            self.display.note(f"a callback stops the run at step {self.step}")
 
-def train(config: RunConfig) -> Path:
+
+def train(config: RunConfig, callbacks: Callbacks = NO_CALLBACKS) -> Path:
     """Train from the beginning and return the run's directory, which must not contain a run yet."""
     directory = RunDirectory(Path(config.out) / config.name)
     with locked(directory.path, print):
         directory.require_free()
-        with _opened(config, directory) as run:
+        with _opened(config, directory, callbacks) as run:
             RunDirectory.create(directory.path, dump(config), started_here(config))
             run.recorder.keep_data(run.parts.stream, run.parts.heldout)
             run_to_end(all_steps(run), run.stop)
     return directory.path
 
 
-def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] = ()) -> Path:
+def resume(
+    path: Path | str, steps: int | None = None, overrides: Sequence[str] = (), callbacks: Callbacks = NO_CALLBACKS
+) -> Path:
     """Continue a run from its last checkpoint, or from the beginning if it has none.
 
     Overrides `key=value` may change the settings that `config.resume` lists; they are saved in the run's config.yaml.
@@ -99,7 +109,7 @@ def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] 
         directory = RunDirectory(place)
         config, changed = load_resumed(place / "config.yaml", changes)
         require_files(config, place)
-        with _opened(config, directory) as run:
+        with _opened(config, directory, callbacks) as run:
             directory.write_start(started_here(config))
             run.recorder.note(*changed)
             run_to_end(all_steps(run, resumed=True), run.stop)
@@ -107,10 +117,11 @@ def resume(path: Path | str, steps: int | None = None, overrides: Sequence[str] 
 
 
 @contextmanager
-def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
+def _opened(config: RunConfig, directory: RunDirectory, callbacks: Callbacks) -> Iterator[Run]:
     """Open a run and, at the end, write its summary. Nothing is written before models and data have been checked."""
     with Display(config.steps, config.name) as display:
         run = open_run(config, directory, display)
+        run.callbacks = callbacks
         run.recorder.note(f"objective: {run.parts.algorithm.note}", *run.parts.modality.notes())
         try:
             yield run
@@ -122,6 +133,8 @@ def _opened(config: RunConfig, directory: RunDirectory) -> Iterator[Run]:
             run.recorder.report_so_far()
             raise
     finish(run)
+    if callbacks.on_end is not None:
+        callbacks.on_end(directory.path)
 
 
 def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Run:
@@ -256,6 +269,7 @@ async def _record(
         if warning is not None and name not in run.told:
             run.told.add(name)
             recorder.note(warning)
+    run.tell(run.callbacks.on_step, metrics)
 
 
 async def validate(run: Run) -> None:
@@ -301,6 +315,7 @@ async def _evaluate(run: Run, evaluator: Evaluates) -> None:
         shown = evaluation.pictures
         run.recorder.pictures(run.step, shown.prompts, shown.media, shown.stages)
     run.recorder.evaluation(run.step, evaluation.metrics, evaluation.samples)
+    run.tell(run.callbacks.on_evaluation, evaluation.metrics)
 
 
 async def save(run: Run, mark: Best | None = None) -> None:

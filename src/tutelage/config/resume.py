@@ -31,6 +31,7 @@ EXACT = (
 """Settings that do not affect results: the length of the run, what it records, when it gives up. This includes
 data.overlong, because rows are skipped as they are drawn, and a run that stops at such a row has drawn none."""
 TO_ROUNDING = (
+    "device",
     "threads",
     "engine.slots",
     "engine.score_every",

@@ -386,6 +386,11 @@ class RunConfig(Section):
     """Number of training steps."""
     prompts_per_step: int = Field(16, ge=1)
     """Number of prompts (groups) per training step."""
+    device: Annotated[
+        str, ReadWhen({"runtime": ("inline",)}), StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    ] = "auto"
+    """Device of all models in a single process: auto (the first GPU if torch sees one, else the CPU), cpu, cuda or
+    cuda:N."""
     runtime: Literal["inline", "ray"] = "inline"
     """Where the run executes: in this process (inline) or on a RaySettings cluster."""
     ray: Annotated[RaySettings, ON_RAY] = RaySettings()

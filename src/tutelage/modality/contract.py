@@ -111,7 +111,7 @@ class Modality(ABC):
         """Check that models, teachers and prompts fit together, from files alone: no model is loaded."""
 
     @abstractmethod
-    def embed(self, prompts: Prompts, queue: SampleQueue, progress: Progress) -> Embedded:
+    def embed(self, prompts: Prompts, queue: SampleQueue, device: str, progress: Progress) -> Embedded:
         """Load all models into this process and check that they and the prompts fit together."""
 
     # ── in the process of a part ─────────────────────────────────────────────────────────────────────────────────────

@@ -69,15 +69,15 @@ class DiffusionModality(Modality):
         check_routes(prompts.sets, self._router())
         return Checked(0, prompts)
 
-    def embed(self, prompts: Prompts, queue: SampleQueue, progress: Progress) -> Embedded:
+    def embed(self, prompts: Prompts, queue: SampleQueue, device: str, progress: Progress) -> Embedded:
         from tutelage.modality import diffusion_models as models
 
-        student = models.student_model(self.config, self.report)
-        teachers = {name: self.engine("teacher", name, 0, "cpu") for name in self.config.teachers}
+        student = models.student_model(self.config, self.report, device)
+        teachers = {name: self.engine("teacher", name, 0, device) for name in self.config.teachers}
         return Embedded(
             checked=self.check(prompts, progress),
             learner=models.build_learner(self.config, student, queue),
-            student=models.student_engine(self.config, "cpu", lambda: student, shares_weights=True),
+            student=models.student_engine(self.config, device, lambda: student, shares_weights=True),
             teachers=teachers,
         )
 

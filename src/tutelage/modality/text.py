@@ -103,10 +103,10 @@ class TextModality(Modality):
         vocabulary = self._vocabulary(head_vocabulary(config.student), teachers)
         return Checked(vocabulary, self._usable(prompts, reaches(config, self.report), progress))
 
-    def embed(self, prompts: Prompts, queue: SampleQueue, progress: Progress) -> Embedded:
+    def embed(self, prompts: Prompts, queue: SampleQueue, device: str, progress: Progress) -> Embedded:
         config, tokenizer = self.config, self.tokenizer
-        student = student_model(config, self.report)
-        teachers = teacher_models(config, self.report)
+        student = student_model(config, self.report, device)
+        teachers = teacher_models(config, self.report, device)
         vocabulary = self._vocabulary(student.head.vocabulary, {n: m.head.vocabulary for n, m in teachers.items()})
         reached = {"student": student.reach, **{f"teachers.{name}": model.reach for name, model in teachers.items()}}
         usable = self._usable(prompts, reached, progress)
@@ -114,12 +114,12 @@ class TextModality(Modality):
         return Embedded(
             checked=Checked(vocabulary, usable),
             learner=build_learner(config, student, heads, queue, vocabulary, report=self.report),
-            student=student_engine(config, tokenizer, vocabulary, "cpu", lambda: student, shares_weights=True),
+            student=student_engine(config, tokenizer, vocabulary, device, lambda: student, shares_weights=True),
             teachers={
-                name: teacher_engine(config, name, vocabulary, "cpu", partial(_same, model))
+                name: teacher_engine(config, name, vocabulary, device, partial(_same, model))
                 for name, model in teachers.items()
             },
-            reference=reference_engine(config, vocabulary, self.report) if self.has_reference else None,
+            reference=reference_engine(config, vocabulary, self.report, device) if self.has_reference else None,
         )
 
     def _vocabulary(self, student: int, teachers: Mapping[str, int]) -> int:

@@ -52,12 +52,12 @@ def teacher_model(config: Config, name: str, report: Report = silent, device: st
     return _frozen(on_packs(model, f"teachers.{name}", config.teachers[name], report))
 
 
-def teacher_models(config: Config, report: Report = silent) -> dict[str, CausalLM]:
+def teacher_models(config: Config, report: Report = silent, device: str = "cpu") -> dict[str, CausalLM]:
     """Load all teachers into this process. Those that name the same model share it: they never change its weights."""
     loaded: dict[str, CausalLM] = {}
     for name, owner in model_owners(config).items():
         if owner == name:
-            loaded[name] = teacher_model(config, name, report)
+            loaded[name] = teacher_model(config, name, report, device)
         else:
             report(f"teachers.{name}: the model of teachers.{owner}, which is loaded once")
             loaded[name] = loaded[owner]

@@ -10,9 +10,9 @@ split into parts, so that one part is described and entered while another is tra
 **Written once.** `begin` leases the rows to the writer. Until it settles, another write to the same columns of a row
 waits, and then finds them present, so a repeated update never touches stored data. Nothing is entered in the ledger
 before the data is stored. The writer renews its lease while it writes. If it dies or is suspended, its call has no
-effect: after `ledger_service.LEASE` seconds the lease is lost and the rows can be written again, while the data that it stored,
-or stores later, is at a place that no other process uses. Rows that are dropped (failed, superseded, stale, cleared)
-are leased in the same way to the process that clears them from the storage units.
+effect: after `ledger_service.LEASE` seconds the lease is lost and the rows can be written again, while the data that it
+stored, or stores later, is at a place that no other process uses. Rows that are dropped (failed, superseded, stale,
+cleared) are leased in the same way to the process that clears them from the storage units.
 """
 
 from __future__ import annotations

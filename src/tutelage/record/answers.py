@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from tutelage.record.measures import number, printable, signed
-from tutelage.record.report_data import Answer, Prompted, RewardPart, TrainingAnswers, mean_divergence
+from tutelage.record.report_data import Prompted, RewardPart, ShownAnswer, TrainingAnswers, mean_divergence
 
 _BINS = 8
 _OPEN = 8
@@ -47,7 +47,7 @@ def training_section(steps: Sequence[TrainingAnswers]) -> str:
     return f'<h2>Answers in training</h2><p class="lead">{_lead(shown, edges)}</p>{_legend(edges)}{"".join(parts)}'
 
 
-def _edges(answers: Sequence[Answer]) -> list[float]:
+def _edges(answers: Sequence[ShownAnswer]) -> list[float]:
     """Lower bounds of the colours; [] if nothing is coloured."""
     if all(answer.divergence is None for answer in answers):
         return []
@@ -65,7 +65,7 @@ def bin_edges(divergences: Sequence[float]) -> list[float]:
     return [top * (i / (_BINS - 1)) ** 2 for i in range(_BINS)]
 
 
-def _lead(answers: Sequence[Answer], edges: Sequence[float]) -> str:
+def _lead(answers: Sequence[ShownAnswer], edges: Sequence[float]) -> str:
     said = []
     if edges:
         said.append(
@@ -84,7 +84,7 @@ def _prompted(prompted: Prompted, edges: Sequence[float]) -> str:
     return f'<div class="pair">{head}<div class="answers">{shown}</div></div>'
 
 
-def _answer(title: str, answer: Answer | None, edges: Sequence[float]) -> str:
+def _answer(title: str, answer: ShownAnswer | None, edges: Sequence[float]) -> str:
     if answer is None:
         head = f'<div class="head"><span>{title}</span></div>'
         return f'<div class="answer">{head}<div class="same">not evaluated</div></div>'
@@ -100,7 +100,7 @@ def _answer(title: str, answer: Answer | None, edges: Sequence[float]) -> str:
     )
 
 
-def _judged(answer: Answer) -> str:
+def _judged(answer: ShownAnswer) -> str:
     """The reward, its parts and the advantage of an answer."""
     facts = []
     if answer.reward is not None:

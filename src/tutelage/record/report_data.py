@@ -48,7 +48,7 @@ class RewardPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ShownAnswer:
     """One answer of the student."""
 
     pieces: tuple[str, ...]
@@ -66,7 +66,7 @@ class Prompted:
     """Answers to one prompt, each with a title; None where there is no answer under that title."""
 
     prompt: str
-    answers: tuple[tuple[str, Answer | None], ...]
+    answers: tuple[tuple[str, ShownAnswer | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +295,9 @@ def _title(row: RolloutRow) -> str:
     return f"sample {row.key.sample + 1}{part}" + ("" if row.finish == "stop" else f" ({row.finish})")
 
 
-def _answer(kept: EvalSample | RolloutRow, config: Mapping[str, Any] | str) -> Answer:
+def _answer(kept: EvalSample | RolloutRow, config: Mapping[str, Any] | str) -> ShownAnswer:
     weights = dict.fromkeys(kept.reward_parts, 1.0) | _weights(config)
-    return Answer(
+    return ShownAnswer(
         pieces=kept.pieces,
         divergence=_divergence(kept.divergence, config),
         reward=kept.reward,
@@ -320,7 +320,7 @@ def _weights(config: Mapping[str, Any] | str) -> dict[str, float]:
     return {name: float(weight) for name, weight in weights.items() if isinstance(weight, int | float)}
 
 
-def mean_divergence(answer: Answer) -> float | None:
+def mean_divergence(answer: ShownAnswer) -> float | None:
     """Over the tokens at which it is finite; None without a teacher or without such a token."""
     finite = [value for value in answer.divergence or () if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None

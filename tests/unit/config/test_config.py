@@ -314,7 +314,7 @@ def test_no_setting_takes_a_number_that_is_not_finite() -> None:
         ("student.lora.ranks", "student.lora.rank"),
         ("every", "validation.every or checkpoint.every"),
         ("batch_tokens", "teachers.NAME.batch_tokens"),
-        ("descent.warmup_step", None),
+        ("gradient.warmup_step", None),
         ("warmup_step", "optimizer.warmup_steps"),
     ],
 )

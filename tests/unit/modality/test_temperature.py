@@ -84,7 +84,7 @@ def test_a_teacher_has_its_own_temperature_unless_it_matches(
     """In the head that expands hidden states, and in the engine that scores tokens."""
     chosen = config(models, student, teacher)
     model = build.teacher_model(chosen, "main")
-    engine = build.teacher_engine(chosen, "main", model, VOCABULARY)
+    engine = build.teacher_engine(chosen, "main", VOCABULARY, "cpu", lambda: model)
     head = build.teacher_head(chosen, "main", model.head, VOCABULARY)
     scores = scored(engine, Want(sampled=True, hidden=True))
     for temperature, found in ((training, head.log_probs), (evaluation, head.neutral().log_probs)):
