@@ -7,6 +7,7 @@ from typing import Any
 
 from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.backends.contract import Backend
+from tutelage.backends.given import GivenCode
 from tutelage.backends.inline import InlineBackend
 from tutelage.backends.process import enter
 from tutelage.checkpoint.optimizer_state import seed_rng
@@ -104,7 +105,12 @@ def _on_ray(modality: Modality, prompts: Prompts, progress: Progress) -> Parts:
 
     config = modality.config
     checked = modality.check(prompts, progress)
-    backend, teachers = ray.start(config, checked.vocabulary, modality.report)
+    loops = {
+        config.rollout.agent_loop,
+        *(row.agent_loop for rows in checked.prompts.sets for row in rows if row.agent_loop),
+    }
+    given = GivenCode.collect(config, loops)
+    backend, teachers = ray.start(config, checked.vocabulary, given, modality.report)
     return Parts(
         config=config,
         modality=modality,

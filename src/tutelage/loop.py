@@ -68,6 +68,8 @@ class Run:
     """The reasons of all group failures since the run began."""
     unmeasured: dict[int, str] = field(default_factory=dict)
     """The steps whose evaluation failed, with the reasons."""
+    recorded: bool = False
+    """Whether a step or an evaluation has been recorded since the run was opened."""
     told: set[str] = field(default_factory=set)
     """The names of the warnings that have been shown."""
     counts: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +81,8 @@ class Run:
         self.display.note("Ctrl-C: finishing this step and saving. Press it again to stop at once.")
 
     def tell(self, callback: OnMetrics | None, metrics: Mapping[str, float]) -> None:
-        """Call a callback about the current step."""
+        """Call a callback about the metrics that have just been recorded."""
+        self.recorded = True
         if callback is not None and callback(self.step, metrics) is STOP and not self.stopping:
             self.stopping = True
             self.display.note(f"a callback stops the run at step {self.step}")
@@ -126,15 +129,21 @@ def _opened(config: RunConfig, directory: RunDirectory, callbacks: Callbacks) ->
         try:
             yield run
         except RunLost as error:
-            run.recorder.report_so_far()
+            _report_early_end(run)
             on = f"`tutelage resume {directory.path}` goes on from the last checkpoint."
             raise UserError(f"{error}\n{on}") from error
         except (Exception, KeyboardInterrupt):
-            run.recorder.report_so_far()
+            _report_early_end(run)
             raise
     finish(run)
     if callbacks.on_end is not None:
         callbacks.on_end(directory.path)
+
+
+def _report_early_end(run: Run) -> None:
+    """Write the report of a run that ends with an error, unless nothing has been recorded since it was opened."""
+    if run.recorded:
+        run.recorder.report_so_far()
 
 
 def open_run(config: RunConfig, directory: RunDirectory, display: Display) -> Run:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tutelage.algorithms.objectives import OBJECTIVES
+from tutelage.config.schema import RunConfig
 from tutelage.isolation.handover import is_handed, pickled, unpickled
 from tutelage.rewards.contract import REWARDS
 from tutelage.rollout.contract import LOOPS
@@ -21,12 +22,16 @@ class GivenCode:
     objectives: bytes = b""
 
     @classmethod
-    def collect(cls) -> GivenCode:
-        """What this process has registered and other processes cannot import. Raises UserError if some of it cannot be
-        sent."""
-        objectives = {name: known for name, known in OBJECTIVES.items() if is_handed(known.formula)}
+    def collect(cls, config: RunConfig, loops: Iterable[str]) -> GivenCode:
+        """What this process has registered, the run uses (`loops` by name) and other processes cannot import. Raises
+        UserError if some of it cannot be sent."""
+        objective = getattr(config.algorithm, "objective", "")
+        formulas = {name: known for name, known in OBJECTIVES.items() if name == objective and is_handed(known.formula)}
+        rewards = [reward.function for reward in config.rewards.values()]
         return cls(
-            pickled(_handed(REWARDS), "rewards"), pickled(_handed(LOOPS), "loops"), pickled(objectives, "objectives")
+            pickled(_handed(REWARDS, rewards), "rewards"),
+            pickled(_handed(LOOPS, loops), "rollout.agent_loop"),
+            pickled(formulas, "algorithm.objective"),
         )
 
     def register(self) -> None:
@@ -36,5 +41,5 @@ class GivenCode:
         OBJECTIVES.update(unpickled(self.objectives))
 
 
-def _handed(registry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in registry.items() if is_handed(value)}
+def _handed(registry: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: registry[name] for name in sorted({*names} & {*registry}) if is_handed(registry[name])}

@@ -234,11 +234,14 @@ class RayBackend:
             return None
 
 
-def start(config: RunConfig, vocabulary: int, report: Report) -> tuple[RayBackend, dict[str, TeacherPool]]:
-    """Reserve devices on a cluster and start every process. Return the backend, and the teachers for this process."""
+def start(
+    config: RunConfig, vocabulary: int, given: GivenCode, report: Report
+) -> tuple[RayBackend, dict[str, TeacherPool]]:
+    """Reserve devices on a cluster and start every process, which gets the `given` code. Return the backend, and the
+    teachers for this process."""
     cluster = Cluster(config.ray, config.pools)
     try:
-        backend = _spawn(config, cluster, vocabulary, report)
+        backend = _spawn(config, cluster, vocabulary, given, report)
         balancers = connect_load_balancers(backend.coordinator, DRIVER)
         return backend, teacher_pools(config, backend.engines, balancers)
     except BaseException:
@@ -246,11 +249,10 @@ def start(config: RunConfig, vocabulary: int, report: Report) -> tuple[RayBacken
         raise
 
 
-def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, report: Report) -> RayBackend:
+def _spawn(config: RunConfig, cluster: Cluster, vocabulary: int, given: GivenCode, report: Report) -> RayBackend:
     queue = start_queue(window=WINDOW, deadline=config.ray.deadline)
     coordinator = cluster.spawn(ActorSpec(COORDINATOR), Coordinator, _replicas(config), config.ray.queue)
     members = Counter(member.pool for member in pool_members(config))
-    given = GivenCode.collect()
 
     def spec(name: str, pool: str, replica: int, restarts: int) -> ActorSpec:
         return ActorSpec(name, pool, replica, share=1 / members[pool], restarts=restarts)
