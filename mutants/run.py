@@ -12,11 +12,13 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -33,7 +35,7 @@ WORK = ROOT / ".mutants"
 HERE = ROOT / "mutants"
 SEED = 20261118
 SAMPLE = 320
-BUDGET, MINIMUM = 40.0, 10.0
+BUDGET, MINIMUM = 60.0, 10.0
 """Maximum and minimum seconds of tests per mutant, by their durations without a fault. Below the minimum, the next test
 file is added regardless of its duration."""
 WANTED = 0.95
@@ -83,8 +85,18 @@ def test_files(root: Path) -> list[str]:
 # ── one mutant ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chosen(mutant: Mutant, tests: Tests) -> list[str]:
-    """Return the tests for a mutant, the quickest first."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A mutant and the tests that look for it."""
+
+    mutant: Mutant
+    tests: tuple[str, ...]
+    seconds: float
+    """time limit"""
+
+
+def chosen(mutant: Mutant, tests: Tests) -> Job:
+    """Return a mutant with the tests that run its line, the most specific first."""
     found, files, spent = list[str](), set[str](), 0.0
     for test in tests.of(mutant.path, mutant.line):
         file = test.split("::")[0]
@@ -94,19 +106,19 @@ def chosen(mutant: Mutant, tests: Tests) -> list[str]:
         found.append(test)
         files.add(file)
         spent += cost
-    return [*found, *ELSEWHERE.get(mutant.path, ())]
+    asked = (*found, *ELSEWHERE.get(mutant.path, ()))
+    return Job(mutant, asked, 60 + 4 * sum(tests.seconds.get(test, 30.0) for test in asked))
 
 
-def judged(mutant: Mutant, tree: Path, tests: Tests) -> Outcome:
+def judged(job: Job, tree: Path) -> Outcome:
     """Insert the fault into a copy of the tree, run its tests in a forked process, and remove the fault again."""
-    asked, file, started = chosen(mutant, tests), tree / mutant.path, time.monotonic()
+    mutant, file, started = job.mutant, tree / job.mutant.path, time.monotonic()
     result, by = "uncovered", ""
-    if asked:
+    if job.tests:
         source = file.read_bytes()
         file.write_bytes(mutant.applied(source))
         try:
-            limit = 60 + 4 * sum(tests.seconds.get(test, 30.0) for test in asked)
-            result, by = _forked(asked, tree, limit)
+            result, by = _forked(job.tests, tree, job.seconds)
         finally:
             file.write_bytes(source)
     return Outcome.of(mutant, result, by, round(time.monotonic() - started, 1))
@@ -127,7 +139,7 @@ def _forked(asked: Sequence[str], tree: Path, limit: float) -> tuple[str, str]:
             if code == 0:
                 return "survived", ""
             if code == 4 and "found no collectors" in log.read_text():
-                return "caught", "a test file cannot be imported"
+                return "caught", f"ERROR {asked[0].split('::')[0]} cannot be imported"
             if code > 2 or (code > 0 and not failure):
                 raise RuntimeError(f"the tests did not run (exit code {code}), see {log}:\n{log.read_text()[-2000:]}")
             return "caught", failure or f"signal {-code}"
@@ -198,16 +210,14 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def _work(number: int, jobs: multiprocessing.SimpleQueue, results: multiprocessing.SimpleQueue, tests: Tests) -> None:
+def _work(number: int, jobs: multiprocessing.SimpleQueue, results: multiprocessing.SimpleQueue) -> None:
     _prepare()
     tree = copy_of_tree(number)
     try:
-        known = sorted({test for lines in tests.lines.values() for test in lines.get(0, ())})
-        quickest = [test for test in known if test.startswith(BASELINE)]
-        if (found := _forked(quickest, tree, 300.0))[0] != "survived":
+        if (found := _forked(BASELINE, tree, 300.0))[0] != "survived":
             raise RuntimeError(f"without any fault, tests fail: {found}")
-        while (mutant := jobs.get()) is not None:
-            results.put(judged(mutant, tree, tests))
+        while (job := jobs.get()) is not None:
+            results.put(judged(job, tree))
     except BaseException as error:
         results.put(repr(error))
         raise
@@ -215,18 +225,17 @@ def _work(number: int, jobs: multiprocessing.SimpleQueue, results: multiprocessi
         shutil.rmtree(tree, ignore_errors=True)
 
 
-def run(drawn: Sequence[Mutant], tests: Tests, workers: int) -> list[Outcome]:
+def run(wanted: Sequence[Job], workers: int) -> list[Outcome]:
+    """Run all jobs in worker processes and print a mark for each."""
     context = multiprocessing.get_context("spawn")
     jobs, results = context.SimpleQueue(), context.SimpleQueue()
-    processes = [context.Process(target=_work, args=(n, jobs, results, tests), daemon=True) for n in range(workers)]
+    processes = [context.Process(target=_work, args=(n, jobs, results), daemon=True) for n in range(workers)]
     for process in processes:
         process.start()
-    for mutant in drawn:
-        jobs.put(mutant)
-    for _ in processes:
-        jobs.put(None)
+    feeder = threading.Thread(target=lambda: [jobs.put(job) for job in (*wanted, *[None] * workers)], daemon=True)
+    feeder.start()  # a pipe holds fewer jobs than there are
     outcomes: list[Outcome] = []
-    for number in range(len(drawn)):
+    for number in range(len(wanted)):
         outcome = results.get()
         if not isinstance(outcome, Outcome):
             raise SystemExit(f"a worker failed: {outcome}")
@@ -263,9 +272,40 @@ def report(outcomes: Iterable[Outcome]) -> int:
         | {"why": accepted.get(out.name)}
         for out in left
     ]
-    record = {"seed": SEED, "mutants": len(outcomes), "caught": caught, "survivors": survivors}
+    by = {out.name: _node(out.by) for out in outcomes if out.caught and _node(out.by)}
+    record = {"seed": SEED, "mutants": len(outcomes), "caught": caught, "survivors": survivors, "caught_by": by}
     (HERE / "results.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return 1 if unknown or caught < WANTED * len(outcomes) else 0
+
+
+def _node(failure: str) -> str:
+    """Return the test, without its parameters, or the file that a line of pytest's summary names."""
+    found = re.match(r"(?:FAILED|ERROR) (tests/\S+?\.py(?:::[\w:]+)?)", failure)
+    return found[1] if found else ""
+
+
+def caught_before() -> dict[str, str]:
+    """Return the test that caught each mutant in the last whole run, by name of the mutant."""
+    file = HERE / "results.json"
+    known: dict[str, str] = json.loads(file.read_text()).get("caught_by", {}) if file.is_file() else {}
+    return {name: test for name, test in known.items() if (ROOT / test.split("::")[0]).is_file()}
+
+
+def judge_all(drawn: Sequence[Mutant], workers: int) -> list[Outcome]:
+    """Judge mutants: first with the test that caught each in the last whole run, then, where that does not catch it any
+    more, with all tests of its line. Mutants of accepted.json are survivors and are not run."""
+    accepted = set(json.loads((HERE / "accepted.json").read_text()))
+    before = caught_before()
+    outcomes = [Outcome.of(mutant, "survived", "accepted") for mutant in drawn if mutant.name in accepted]
+    waiting = [mutant for mutant in drawn if mutant.name not in accepted]
+    hinted = [Job(mutant, (before[mutant.name],), 300.0) for mutant in waiting if mutant.name in before]
+    outcomes += [outcome for outcome in run(hinted, workers) if outcome.caught] if hinted else []
+    done = {outcome.name for outcome in outcomes}
+    if waiting := [mutant for mutant in waiting if mutant.name not in done]:
+        covered = sorted({*targets(ROOT), *(named.path for named in NAMED)})
+        tests = measure(ROOT, WORK, covered, test_files(ROOT))
+        outcomes += run([chosen(mutant, tests) for mutant in waiting], workers)
+    return outcomes
 
 
 def main() -> None:
@@ -281,9 +321,8 @@ def main() -> None:
         for mutant in drawn:
             print(_where(Outcome.of(mutant, "")))
         return
-    covered = sorted({*targets(ROOT), *(named.path for named in NAMED)})
-    tests = measure(ROOT, WORK, covered, test_files(ROOT))
-    outcomes = run(drawn, tests, args.workers)
+    WORK.mkdir(exist_ok=True)
+    outcomes = judge_all(drawn, args.workers)
     if not args.only:
         sys.exit(report(outcomes))
 
