@@ -17,7 +17,7 @@ from typing import Literal
 from torch import Tensor
 
 from tutelage.config.objectives import OBJECTIVES as KNOWN
-from tutelage.config.objectives import Sees
+from tutelage.config.objectives import REGISTERED, Sees
 from tutelage.isolation.handover import redefines
 from tutelage.losses import distillation, fused
 
@@ -96,6 +96,7 @@ def register_objective(name: str, *, sees: Sees = "distribution", claim: str = "
             raise ValueError(f"objective {name!r} claims {claim!r}; there are {', '.join(DIVERGENCES)}")
         supervised = Claim(claim or name, True, f"claims {claim or 'itself'}, at every visited state")
         OBJECTIVES[name] = Objective(name, sees, formula, supervised, _SAME if sees != "token" else _unknown())
+        REGISTERED.add(name)
         return formula
 
     return add

@@ -40,6 +40,9 @@ OBJECTIVES: Mapping[str, KnownObjective] = {
 }
 """The built-in objectives. Plugins add others to the registry of `algorithms.objectives`."""
 
+REGISTERED: set[str] = set()
+"""Names of the objectives that this process has registered besides, from plugins or from the calling program."""
+
 
 @dataclass(frozen=True, slots=True)
 class Payload:

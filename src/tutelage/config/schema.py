@@ -27,7 +27,7 @@ from tutelage.config.algorithms import (
 from tutelage.config.base import ON_RAY, Rare, ReadWhen, Section
 from tutelage.config.engines import known_engine
 from tutelage.config.measures import best_mistake
-from tutelage.config.objectives import OBJECTIVES
+from tutelage.config.objectives import OBJECTIVES, REGISTERED
 from tutelage.config.pools import fill_pools, pool_mistakes
 
 __all__ = [
@@ -488,10 +488,11 @@ class Config(RunConfig):
                 raise ValueError("algorithm.task_weight needs task rewards: name one under rewards")
             if self.rewards and self.algorithm.task_weight == 0:
                 raise ValueError("rewards are not read while algorithm.task_weight is 0: set it, or remove them")
-            if self.algorithm.objective not in OBJECTIVES and not self.plugins:
-                known = ", ".join(OBJECTIVES)
+            known = [*OBJECTIVES, *sorted(REGISTERED - {*OBJECTIVES})]
+            if self.algorithm.objective not in known and not self.plugins:
                 raise ValueError(
-                    f"algorithm.objective: {self.algorithm.objective!r} is none of {known}, and there are no plugins"
+                    f"algorithm.objective: {self.algorithm.objective!r} is none of {', '.join(known)}, and there are "
+                    "no plugins"
                 )
         else:
             if not self.rewards:
