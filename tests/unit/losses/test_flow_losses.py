@@ -101,12 +101,12 @@ def test_published_settings_carry_over_by_the_factors_of_the_docs() -> None:
     assert f"the KL here is {kl[0]:.0f} times as large: `beta` 0.04 becomes `kl: {0.04 / float(kl[0]):g}`" in page
     kl, log_ratio = factors("sde", *trained(10, shift=3.0))
     torch.testing.assert_close(log_ratio, torch.ones(9, dtype=torch.float64))
-    assert f"it falls from {kl[0]:.0f} at the first to {kl[-1]:.1f} at the last that is trained" in page
+    assert f"it falls from {kl[0]:.0f} at the first step to {kl[-1]:.1f} at the last trained one" in page
     assert kl.tolist() == sorted(kl.tolist(), reverse=True)
     kl, log_ratio = factors("cps", *trained(8))
     torch.testing.assert_close(kl, one)
     first, last = float(log_ratio[0]), float(log_ratio[-1])
-    assert f"rises from {first:.2f} at the first step to {last:.0f} at the last that is trained" in page
+    assert f"rises from {first:.2f} at the first step to {last:.0f} at the last trained one" in page
     assert f"`clip_range` 1e-4 becomes {1e-4 * first:.1e} at the first".replace("e-05", "e-5") in page
     assert f"and {1e-4 * last:.1e} at the last,".replace("e-03", "e-3") in page
     assert log_ratio.tolist() == sorted(log_ratio.tolist())
