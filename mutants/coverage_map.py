@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -123,6 +124,17 @@ def _read(root: Path, work: Path, targets: Sequence[str], tests: Sequence[str]) 
             group = case.get("classname", "").rpartition(".")[2]
             scope = f"{group}::" if group and group != Path(file).stem else ""
             seconds[f"{file}::{scope}{case.get('name')}"] = float(case.get("time", "1"))
-    listed = {path: {line: sorted(found) for line, found in of.items() if found} for path, of in lines.items()}
+    kept = {path: {0, *in_functions((root / path).read_text())} for path in targets}
+    listed = {
+        path: {line: sorted(found) for line, found in of.items() if found and line in kept[path]}
+        for path, of in lines.items()
+    }
     (work / "map.json").write_text(json.dumps({"lines": listed, "seconds": seconds}))
     return Tests(listed, seconds)
+
+
+def in_functions(source: str) -> set[int]:
+    """Return the lines in bodies of functions. All others run at import, which may happen in any test."""
+    nodes = ast.walk(ast.parse(source))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}

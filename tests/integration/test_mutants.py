@@ -11,6 +11,7 @@ from repository import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from mutants.coverage_map import in_functions
 from mutants.named import NAMED, Named
 from mutants.operators import mutants
 from mutants.run import SAMPLE, sample, targets
@@ -65,3 +66,9 @@ def test_the_sample_is_large_enough_and_from_every_room() -> None:
 def test_named_faults_still_apply(named: Named) -> None:
     mutant = named.mutant(ROOT)
     compile(mutant.applied((ROOT / named.path).read_bytes()), named.path, "exec")
+
+
+def test_a_line_that_runs_at_import_is_not_of_the_test_that_happened_to_import_it() -> None:
+    assert in_functions(SOURCE.decode()) == {6, 7, 8}
+    settings = "class Settings:\n    limit: float = 0.5\n\n    async def read(self) -> int:\n        return 1\n"
+    assert in_functions(settings) == {5}

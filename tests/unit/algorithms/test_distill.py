@@ -183,6 +183,16 @@ def test_an_outcome_that_is_not_there_is_not_floored(payload: str, k: int) -> No
         assert bool(torch.isfinite(found.total))
 
 
+def test_a_log_prob_at_the_floor_is_not_below_it() -> None:
+    """The floor changes nothing there, so the token does not count as floored."""
+    floor, ids = -30.0, torch.zeros(3, dtype=torch.int64)
+    columns = {"teacher_logp": torch.tensor([-30.001, floor, -29.999]), "behaviour_logp": torch.zeros(3)}
+    (loss,) = build(objective="k2", settings=Settings(floor=floor)).losses
+    found = loss(student_out(random(3, VOCABULARY, seed=0), ids), columns).per_action
+    assert found["floored"].tolist() == [1.0, 0.0, 0.0]
+    torch.testing.assert_close(found["loss"], 0.5 * (found["student_logp"] - columns["teacher_logp"].clamp(floor)) ** 2)
+
+
 # ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -206,6 +216,13 @@ def test_needs_are_those_of_the_payload(objective: str, payload: str) -> None:
     assert algorithm.top_k == (2 if payload == "top_k" else 0)
     assert algorithm.over_rows is None
     assert algorithm.over_columns is None
+
+
+@pytest.mark.parametrize("policy", [PolicySettings(several_updates=True), PolicySettings(importance="truncate")])
+def test_log_probs_before_the_updates_are_read_only_for_a_policy_gradient(policy: PolicySettings) -> None:
+    assert build(objective="k2", policy=policy).derives == ()
+    assert build(objective="k2", policy=policy, task_weight=0.5).derives == ("old_logp",)
+    assert build(objective="k1", policy=policy, form="policy_gradient").derives == ("old_logp",)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +268,16 @@ def test_supervised_is_the_divergence_whatever_token_was_taken(objective: str, p
     torch.testing.assert_close(out.total, expected.sum())
     torch.testing.assert_close(out.per_action["loss"], expected.detach())
     torch.testing.assert_close(slope, torch.autograd.grad(expected.sum(), leaf)[0])
+
+
+def test_forward_kl_topk_compares_the_log_probs_of_the_named_tokens() -> None:
+    logits, teacher, ids = random(3, VOCABULARY, seed=0), random(3, VOCABULARY, seed=1), torch.tensor([0, 1, 2])
+    out, _ = evaluate(build(objective="forward_kl_topk"), logits, ids, teacher)
+    q, p = logits.log_softmax(-1).tolist(), teacher.log_softmax(-1).tolist()
+    best = [sorted(range(VOCABULARY), key=lambda token: -p[row][token])[:2] for row in range(3)]
+    terms = [sum(math.exp(p[row][at]) * (p[row][at] - q[row][at]) for at in best[row]) for row in range(3)]
+    assert max(terms) > 0, "not all sums are clamped"
+    torch.testing.assert_close(out.per_action["divergence"], torch.tensor(terms).clamp(0, 10))
 
 
 @pytest.mark.parametrize(("objective", "target"), [("k2", "reverse_kl"), ("k3", "forward_kl")])
@@ -410,6 +437,25 @@ def test_every_metric_is_there_per_action_and_without_gradient(settings: dict[st
         top = p.topk(2)
         torch.testing.assert_close(out.per_action["teacher_mass"], top.values.exp().sum(-1))
         torch.testing.assert_close(out.per_action["student_mass"], q.gather(-1, top.indices).exp().sum(-1))
+
+
+def test_the_mass_on_the_named_tokens_counts_each_once() -> None:
+    """In a union, tokens that both sides name are listed twice: here none, one and both of two."""
+    logits = torch.tensor([[3.0, 2.0, 0.0, 0.0, 0.0]] * 3)
+    teacher = torch.tensor([[0.0, 0.0, 3.0, 2.0, 0.0], [3.0, 0.0, 2.0, 0.0, 0.0], [2.0, 3.0, 0.0, 0.0, 0.0]])
+    named = [[0, 1, 2, 3], [0, 1, 2], [0, 1]]
+    ids, own, p, q = torch.zeros(3, dtype=torch.int64), logits.topk(2).indices, teacher.softmax(-1), logits.softmax(-1)
+    columns = {
+        **columns_for(ids, teacher, torch.zeros(3)),
+        "student_topk_ids": own,
+        "teacher_given_logp": p.log().gather(-1, own),
+    }
+    (loss,) = build(payload="union").losses
+    found = loss(student_out(logits, ids), columns).per_action
+    assert found["overlap"].tolist() == [0.0, 0.5, 1.0]
+    for row, tokens in enumerate(named):
+        assert float(found["teacher_mass"][row]) == pytest.approx(float(p[row, tokens].sum()), abs=1e-6)
+        assert float(found["student_mass"][row]) == pytest.approx(float(q[row, tokens].sum()), abs=1e-6)
 
 
 def test_the_sampler_gap_is_the_distance_to_the_behaviour() -> None:

@@ -15,10 +15,10 @@ import yaml
 
 from repository import ROOT
 from tutelage.algorithms.build import build_algorithm, policy_settings
-from tutelage.algorithms.contract import Algorithm
+from tutelage.algorithms.contract import Algorithm, Episodes
 from tutelage.algorithms.distill import SupervisedLoss
 from tutelage.algorithms.objectives import OBJECTIVES, register_objective
-from tutelage.algorithms.policy import ClippedLoss, reward_metrics
+from tutelage.algorithms.policy import ClippedLoss, PolicySettings, reward_metrics
 from tutelage.cli import main
 from tutelage.config.load import ConfigError, load
 from tutelage.config.objectives import OBJECTIVES as KNOWN
@@ -130,6 +130,15 @@ def test_distillation_with_task_rewards_has_two_losses() -> None:
     assert "plus task rewards, weight 0.25" in made.note
 
 
+def test_task_rewards_become_advantages_beside_a_teacher() -> None:
+    over_rows = built({"task_weight": 0.25, "scale": "none"}, rewards=RIGHT).over_rows
+    assert over_rows is not None
+    episodes = Episodes(torch.arange(4), torch.tensor([0, 0, 1, 1]), torch.arange(4))
+    found = over_rows({"reward": torch.tensor([0.0, 2.0, 1.0, 5.0])}, episodes)
+    assert found.rows["task_advantage"].tolist() == [-1.0, 1.0, -2.0, 2.0]
+    assert found.metrics["reward"] == 2.0
+
+
 SURROGATE = "from a batch's second update on PPO's surrogate"
 WEIGHED = "from a batch's second update on, tokens are weighed by how likely they are now"
 
@@ -171,6 +180,13 @@ def test_settings_reach_the_policy_gradient() -> None:
     assert policy_settings(config({"name": "ppo", "kl": 0.2, "kl_in": "reward"})).kl == 0, "it is not in the loss"
     assert policy_settings(config({"name": "ppo", "kl": 0.2})).kl == 0.2
     assert policy_settings(config({"name": "ppo", "minibatches": 2})).several_updates
+
+
+def test_the_policy_gradient_defaults_to_the_schema() -> None:
+    plain = PolicySettings()
+    for name in ("grpo", "ppo", "reinforce_plus_plus", "distill"):
+        assert replace(policy_settings(config({"name": name})), max_tokens=plain.max_tokens) == plain
+    assert not plain.needs_old_logp
 
 
 def test_the_schedule_is_that_of_the_step() -> None:
