@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import tiny
 from tutelage.config.schema import TextOptimizerSettings
 from tutelage.data.ragged import Ragged
-from tutelage.learner.optimizer import build_optimizer, learning_rate
-from tutelage.learner.packing import micro_batches
+from tutelage.learner.masters import with_masters
+from tutelage.learner.optimizer import _reserve, build_optimizer, learning_rate
+from tutelage.learner.packing import in_order, micro_batches
 from tutelage.learner.update import summarise
 from tutelage.models.weights import trainable
 
@@ -44,6 +45,40 @@ def test_weight_decay_is_for_matrices() -> None:
     assert all(p.ndim >= 2 for p in groups[0]["params"])
     assert all(p.ndim < 2 for p in groups[1]["params"])
     assert sum(len(group["params"]) for group in groups) == len(named)
+
+
+def test_the_state_of_the_optimizer_is_where_its_weight_is() -> None:
+    """The fused kernel refuses a step count on another device."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.empty(3, 2, device="meta"))])
+    _reserve(optimizer)
+    (state,) = optimizer.state.values()
+    assert {name: value.device.type for name, value in state.items()} == {
+        "step": "meta",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
+
+
+def test_a_narrow_weight_computes_with_its_rounded_master() -> None:
+    """The exact values may come from files that round to other weights than those of the model."""
+    weight, wide = torch.nn.Parameter(torch.zeros(3).bfloat16()), torch.nn.Parameter(torch.ones(2))
+    exact = torch.tensor([1.0001, -2.5003, 1e-3])
+    masters, rounded = with_masters((("narrow", weight), ("wide", wide)), {"narrow": exact})
+    assert torch.equal(dict(masters)["narrow"], exact)
+    assert torch.equal(weight, exact.bfloat16())
+    assert dict(masters)["wide"] is wide
+    assert [pair.weight for pair in rounded] == [weight]
+
+
+def test_columns_of_vectors_are_merged_like_columns_of_numbers() -> None:
+    whole = Ragged.from_rows(
+        [torch.full((length, 2), float(row)) for row, length in enumerate((2, 0, 1, 3))],
+        dtype=torch.float32,
+        trailing=(2,),
+    )
+    merged = in_order([(rows, {"hidden": whole.select(rows)}) for rows in ([1, 3], [0, 2])])["hidden"]
+    assert torch.equal(merged.values, whole.values)
+    assert torch.equal(merged.offsets, whole.offsets)
 
 
 def test_summaries_are_means_and_extremes() -> None:

@@ -22,11 +22,23 @@ from tutelage.algorithms.contract import Algorithm
 from tutelage.algorithms.grpo import grpo
 from tutelage.algorithms.policy import PolicySettings, ReadLogp
 from tutelage.algorithms.ppo import ppo, reinforce_plus_plus
+from tutelage.config.schema import Config
 from tutelage.data.ragged import Ragged
-from tutelage.data.trajectory import Batch, GroupKey, Key
+from tutelage.data.trajectory import Batch, GroupKey, Key, Trajectory
 from tutelage.engines.contract import Want
 from tutelage.learner.schedule import Schedule
-from tutelage.learner.step import Learned, Trainable, Update, flat_groups, minibatches, prepare, summary, updates
+from tutelage.learner.schedule import schedule as schedule_of
+from tutelage.learner.step import (
+    Learned,
+    Trainable,
+    Update,
+    flat_groups,
+    get_widened,
+    minibatches,
+    prepare,
+    summary,
+    updates,
+)
 from tutelage.learner.update import measure, update
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.packing import Pack
@@ -133,6 +145,18 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert whole == {str([list(range(8))])}
 
 
+def test_seeds_of_schedules_are_small_enough_for_generators() -> None:
+    """The seed of an epoch is computed from that of the step, and torch takes 64 bits."""
+    settings = {"student": {"path": "small"}, "data": {"train": "p.jsonl"}, "rollout": {"samples": 2}}
+    config = Config.model_validate(
+        {**settings, "rewards": {"right": {"function": "exact_match"}}, "algorithm": {"name": "grpo", "minibatches": 2}}
+    )
+    batch = Batch(keys_of([1] * 12), {})
+    dealt = [minibatches(batch, schedule_of(config, step), epoch) for step in range(1, 21) for epoch in range(2)]
+    assert all(sorted([*first, *second]) == list(range(12)) for first, second in dealt)
+    assert len({str(parts) for parts in dealt}) > 35, "rows are dealt anew in every step and epoch"
+
+
 # ── what is computed beforehand ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -193,6 +217,36 @@ def test_all_trajectories_of_an_episode_get_the_advantage_of_its_last() -> None:
         assert torch.sign(advantage[list(last.values())[first]]) == sign
 
 
+# ── hidden states of several widths ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("teachers", [(0,), (0, 2, 1, 0, 2), (1, 1, 0)])
+def test_hidden_states_are_padded_to_the_widest_teacher(teachers: tuple[int, ...]) -> None:
+    widths = (3, 5, 4)
+    hidden = [torch.randn(row + 1, widths[teacher]) for row, teacher in enumerate(teachers)]
+
+    async def run() -> Batch:
+        queue = MemoryQueue()
+        for uid, (teacher, states) in enumerate(zip(teachers, hidden, strict=True)):
+            await queue.open(GroupKey("train", uid), 1)
+            acted, index = torch.ones(uid + 1, dtype=torch.bool), torch.tensor(teacher, dtype=torch.int32)
+            row = Trajectory(acted.long(), acted, torch.full((uid + 1,), float(uid)), acted.int())
+            columns = {**row.columns(), "teacher_hidden": states, "teacher_index": index}
+            await queue.put(Key("train", uid, 0, 0, 0), columns, of=1)
+        needs = ("behaviour_logp", "teacher_hidden", "teacher_index")
+        return await get_widened(queue, await queue.take("train", needs, len(teachers), deadline=5), needs)
+
+    batch = asyncio.run(run())
+    found = batch.columns["teacher_hidden"]
+    assert found.trailing == (max(widths[teacher] for teacher in teachers),)
+    for row, states in enumerate(hidden):
+        width = states.shape[-1]
+        assert torch.equal(found.row(row)[:, :width], states)
+        assert bool((found.row(row)[:, width:] == 0).all())
+        assert batch.columns["behaviour_logp"].row(row).tolist() == [float(row)] * (row + 1)
+    assert batch.rows["teacher_index"].tolist() == list(teachers)
+
+
 # ── who learns what ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -222,6 +276,12 @@ def test_without_a_critic_only_the_student_learns() -> None:
     made = list(updates(LEARNING["grpo"], STUDENT, None, batch, Schedule(epochs=3)))
     assert [work.trainable for work in made] == [STUDENT] * 3
     assert all(work.batch is batch for work in made)
+
+
+def test_the_default_is_one_update_of_each_model_on_the_whole_batch() -> None:
+    made = list(updates(LEARNING["ppo"], STUDENT, CRITIC, episodes_batch(), Schedule()))
+    assert [work.trainable for work in made] == [CRITIC, STUDENT]
+    assert [work.rows for work in made] == [list(range(len(LENGTHS)))] * 2
 
 
 def test_metrics_of_the_critic_have_names_of_their_own() -> None:

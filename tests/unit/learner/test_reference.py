@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 import tiny
 import tutelage
 from learner_batches import LIMITS, make_batch
 from tutelage.algorithms.policy import ReadLogp
+from tutelage.data.ragged import Ragged
 from tutelage.errors import UserError
 from tutelage.learner import reference
 from tutelage.learner.ranks import alone
 from tutelage.learner.reference import ReferenceCheck, verify
+from tutelage.learner.update import measure
 from tutelage.loop import resume
 from tutelage.modality import text_models
 from tutelage.models import causal_lm, packing
@@ -86,6 +90,49 @@ def test_long_rows_are_compared_as_far_as_eager_attention_can_go(monkeypatch: py
     assert lengths == [25, 3]
 
 
+def test_the_model_itself_says_a_log_prob_for_every_action() -> None:
+    model = tiny.causal_lm()
+    batch = make_batch(["000" + "1" * 12 + "00" + "11"])
+    tokens, mask = batch.columns["tokens"].row(0), batch.columns["mask"].row(0)
+    with torch.no_grad():
+        logits = tiny.model(attention="sdpa")(input_ids=tokens[None], use_cache=False).logits[0]
+    logp = (logits[:-1, : LIMITS.vocabulary] / 0.7).log_softmax(-1)
+    expected = logp.gather(-1, tokens[1:, None]).squeeze(-1)[mask[1:]]
+    for logit_tokens in (1, 5, 14, 100):
+        found, half = ReferenceCheck(ReadLogp(), replace(LIMITS, temperature=0.7, logit_tokens=logit_tokens))._own_logp(
+            model, tokens, mask
+        )
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        assert not half
+
+
+def test_eager_attention_takes_a_few_hundred_million_scores_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, 2^28 scores are a gibibyte."""
+    model, lengths = tiny.causal_lm(), list[int]()
+    own = CausalLM.own_states
+    monkeypatch.setattr(CausalLM, "own_states", lambda self, t: (lengths.append(len(t)), own(self, t))[1])
+    monkeypatch.setattr(model.model.config, "num_attention_heads", 2**20)
+    check()._own_logp(model, *(make_batch([LONG]).columns[name].row(0) for name in ("tokens", "mask")))
+    assert lengths == [16]
+
+
+def shift_learned(monkeypatch: pytest.MonkeyPatch, shift: Callable[[int], Tensor]) -> None:
+    """Make the learner's log-probs wrong: `shift` returns an error per action."""
+
+    def wrong(*arguments: Any) -> dict[str, Ragged]:
+        found = measure(*arguments)
+        return {name: column.map(lambda values: values + shift(len(values))) for name, column in found.items()}
+
+    monkeypatch.setattr(reference, "measure", wrong)
+
+
+def test_the_largest_gap_is_reported_beside_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    shift_learned(monkeypatch, lambda actions: torch.nn.functional.pad(torch.tensor([0.5]), (0, actions - 1)))
+    found = check()(tiny.causal_lm(), make_batch(), alone)
+    assert found["reference_gap"] < 1e-4
+    assert found["reference_gap_max"] == pytest.approx(0.5, abs=1e-4)
+
+
 # ── what stops a run ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -107,6 +154,34 @@ def test_a_few_tokens_may_differ(gaps: list[float], stops: bool) -> None:
         return
     with pytest.raises(UserError, match="Model's own forward pass"):
         verify(torch.tensor(gaps), 1e-3, "Model")
+
+
+def test_a_gap_at_the_limit_is_not_above_it() -> None:
+    verify(torch.full((50,), 0.5), 0.5, "Model")
+    with pytest.raises(UserError):
+        verify(torch.full((50,), 0.5001), 0.5, "Model")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shift", "stops"),
+    [
+        (torch.float32, 5e-4, False),
+        (torch.float32, 5e-3, True),
+        (torch.bfloat16, 5e-3, False),
+        (torch.bfloat16, 0.4, True),
+    ],
+    ids=str,
+)
+def test_half_precision_may_differ_by_more(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shift: float, stops: bool
+) -> None:
+    model = CausalLM(tiny.model(scale=0.05).to(dtype))
+    shift_learned(monkeypatch, lambda actions: torch.full((actions,), shift))
+    if not stops:
+        assert check()(model, make_batch(), alone)["reference_gap"] > shift / 2
+        return
+    with pytest.raises(UserError, match="wrong probabilities"):
+        check()(model, make_batch(), alone)
 
 
 def test_a_window_that_packs_ignore_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,27 @@ def test_top_k_pulls_the_rest_up_however_little_the_student_leaves_it(gap: float
     torch.testing.assert_close(leaf.grad, torch.tensor([[0.15, 0.15, -0.15, -0.15]]), atol=2e-3, rtol=0)
 
 
+def test_nothing_is_left_for_the_rest_if_every_id_is_named() -> None:
+    student, teacher = pair()
+    ids = torch.arange(VOCABULARY).flip(0).expand(len(student), -1)
+    found = buckets(student, ids)
+    assert torch.equal(found[:, :-1], student.flip(-1))
+    assert bool((found[:, -1].exp() == 0).all())
+    value = reverse_kl(found, teacher_buckets(teacher.flip(-1), None, VOCABULARY))
+    torch.testing.assert_close(value, reverse_kl(student, teacher))
+
+
+def test_as_many_ids_as_the_vocabulary_leave_a_rest_if_some_are_repeated() -> None:
+    student, _ = pair()
+    ids = torch.tensor([[*range(VOCABULARY - 1), 0]]).expand(len(student), -1)
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    repeated[:, -1] = True
+    found = buckets(student, ids, repeated)
+    assert bool((found[:, -2].exp() == 0).all())
+    torch.testing.assert_close(found[:, -1], student[:, -1])
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(student), dtype=torch.float64))
+
+
 # ── the sampled token: expectations by enumeration ───────────────────────────────────────────────────────────────────
 
 
@@ -309,6 +330,14 @@ def test_k3_has_a_gradient_however_far_the_ratio(gap: float) -> None:
     k3(leaf, torch.tensor([0.0])).sum().backward()
     assert leaf.grad is not None
     assert float(leaf.grad) == pytest.approx(1 - math.exp(min(gap, RATIO_LIMIT)), rel=1e-5)
+
+
+def test_k3_follows_its_tangent_above_a_log_ratio_of_30() -> None:
+    """e^r − 1 − r up to 30; from there r costs as much per nat as it does at 30."""
+    ratios = torch.tensor([29.0, 30.0, 31.0, 70.0], dtype=torch.float64)
+    slope = math.exp(30.0)
+    expected = [math.exp(29.0) - 30, slope - 31, 2 * slope - 32, 41 * slope - 71]
+    torch.testing.assert_close(k3(-ratios, torch.zeros_like(ratios)), torch.tensor(expected, dtype=torch.float64))
 
 
 # ── extremes ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -217,6 +217,20 @@ def test_judges_of_one_episode_work_side_by_side() -> None:
     run(test())
 
 
+def test_a_single_judge_needs_no_task_of_its_own() -> None:
+    async def test() -> None:
+        tasks: list[Any] = []
+
+        async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
+            tasks.append(asyncio.current_task())
+            return {"teacher_logp": torch.zeros(int(trajectory.mask.sum()))}
+
+        await EpisodeScorer(await opened(), (judge,))(make_episode("01"), 1)
+        assert tasks == [asyncio.current_task()]
+
+    run(test())
+
+
 def test_teacher_columns_are_written_once() -> None:
     """A second answer for the same key, late or repeated, changes nothing."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tiny
 import tutelage
+from tutelage.config.objectives import PayloadName
 from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
 from tutelage.engines.contract import ScoreRequest, Scores, Want
 from tutelage.engines.scheduler import InlineScheduler
@@ -24,6 +25,7 @@ from tutelage.queue import MemoryQueue
 from tutelage.routing.load_balancer import LocalLoadBalancer
 from tutelage.routing.router import AllReplicasFailed
 from tutelage.teachers.client import ResidentTeacher, TeacherClient, align, runs
+from tutelage.teachers.payload import want
 from tutelage.teachers.pool import Scorer, TeacherPool
 
 TOKENIZER = SafeTokenizer(tiny.tokenizer())
@@ -267,6 +269,25 @@ def test_a_missing_or_unknown_teacher_is_an_error_that_names_the_row(columns: di
 
 def test_without_a_column_there_is_one_teacher() -> None:
     assert TeacherClient({"only": resident()}, None).route(make_prompt(columns={"teacher": "latin"})) == "only"
+
+
+# ── payloads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        ("none", Want()),
+        ("sampled", Want(sampled=True)),
+        ("top_k", Want(sampled=True, top_k=5)),
+        ("student_top_k", Want(sampled=True, given=True)),
+        ("union", Want(sampled=True, top_k=5, given=True)),
+        ("full", Want(hidden=True)),
+        ("step_mean", Want(step_mean=True)),
+    ],
+)
+def test_teachers_are_asked_for_what_the_payload_lists_and_nothing_else(payload: PayloadName, expected: Want) -> None:
+    assert want(payload, top_k=5) == expected
 
 
 # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────────
