@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tutelage.algorithms.objectives import Settings
     from tutelage.algorithms.objectives import register_objective as objective
-    from tutelage.api import distill
+    from tutelage.api import FinishedRun, distill, flow_grpo, grpo, ppo, resume, train
     from tutelage.config.schema import Config
     from tutelage.data.trajectory import Episode, Prompt, Trajectory
-    from tutelage.loop import resume, train
+    from tutelage.record.callbacks import STOP
     from tutelage.rewards.contract import Answer
     from tutelage.rewards.contract import register_reward as reward
     from tutelage.rollout.contract import LoopContext
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "STOP",
     "Answer",
     "Config",
     "Episode",
+    "FinishedRun",
     "LoopContext",
     "Prompt",
     "Settings",
@@ -36,7 +38,10 @@ __all__ = [
     "__version__",
     "agent_loop",
     "distill",
+    "flow_grpo",
+    "grpo",
     "objective",
+    "ppo",
     "resume",
     "reward",
     "train",
@@ -46,16 +51,21 @@ _HOMES = {
     "Answer": "tutelage.rewards.contract:Answer",
     "Config": "tutelage.config.schema:Config",
     "Episode": "tutelage.data.trajectory:Episode",
+    "FinishedRun": "tutelage.api:FinishedRun",
     "LoopContext": "tutelage.rollout.contract:LoopContext",
     "Prompt": "tutelage.data.trajectory:Prompt",
     "Settings": "tutelage.algorithms.objectives:Settings",
     "Trajectory": "tutelage.data.trajectory:Trajectory",
     "agent_loop": "tutelage.rollout.contract:register",
+    "STOP": "tutelage.record.callbacks:STOP",
     "distill": "tutelage.api:distill",
+    "flow_grpo": "tutelage.api:flow_grpo",
+    "grpo": "tutelage.api:grpo",
+    "ppo": "tutelage.api:ppo",
     "objective": "tutelage.algorithms.objectives:register_objective",
-    "resume": "tutelage.loop:resume",
+    "resume": "tutelage.api:resume",
     "reward": "tutelage.rewards.contract:register_reward",
-    "train": "tutelage.loop:train",
+    "train": "tutelage.api:train",
 }
 
 

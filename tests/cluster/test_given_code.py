@@ -9,6 +9,7 @@ import pytest
 
 import tiny
 import tutelage
+from tutelage import loop
 from tutelage.algorithms.objectives import OBJECTIVES
 from tutelage.backends.given import GivenCode
 from tutelage.config.objectives import REGISTERED
@@ -53,8 +54,8 @@ def test_code_of_the_calling_program_reaches_all_processes(tmp_path: Path) -> No
         "rollout": {"agent_loop": "given_loop", "samples": 2, "max_tokens": 6},
         "optimizer": {"name": "sgd", "lr": 0.5},
     }
-    here = tutelage.train(tiny.config(tmp_path, name="here", **common))
-    there = tutelage.train(tiny.config(tmp_path, name="there", runtime="ray", **common))
+    here = loop.train(tiny.config(tmp_path, name="here", **common))
+    there = loop.train(tiny.config(tmp_path, name="there", runtime="ray", **common))
     steps = [tiny.lines(run / "metrics.jsonl") for run in (here, there)]
     for ours, theirs in zip(*steps, strict=True):
         assert theirs["reward"] == pytest.approx(ours["reward"])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tiny
 import tiny_paint
-import tutelage
+from tutelage import loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -25,9 +25,9 @@ def test_distillation_of_a_painter_with_engines_teacher_and_learner_in_processes
         "optimizer": {"name": "sgd", "lr": 1e-3, "ema": 0.5},
     }
     settings = {**tiny_paint.settings(tmp_path), **common}
-    here = tutelage.train(tiny_paint.DiffusionConfig.model_validate({**settings, "name": "here"}))
+    here = loop.train(tiny_paint.DiffusionConfig.model_validate({**settings, "name": "here"}))
     on_ray = {"name": "there", "runtime": "ray", "pools": {"student": {"replicas": 2}}}
-    there = tutelage.train(tiny_paint.DiffusionConfig.model_validate({**settings, **on_ray}))
+    there = loop.train(tiny_paint.DiffusionConfig.model_validate({**settings, **on_ray}))
     steps = list(zip(*(tiny.lines(run / "metrics.jsonl") for run in (here, there)), strict=True))
     assert len(steps) == 2
     for one, other in steps:

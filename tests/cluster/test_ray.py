@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.cli import main
 from tutelage.record import RunDirectory
 from tutelage.record.timeline import overlaps
@@ -73,8 +73,8 @@ def both(root: Path) -> tuple[Path, Path]:
         "validation": {"max_tokens": 5},
         "optimizer": {"name": "sgd", "lr": 0.5},
     }
-    here = tutelage.train(tiny.config(root, name="here", **common))
-    return here, tutelage.train(tiny.config(root, name="there", **(common | ON_RAY)))
+    here = loop.train(tiny.config(root, name="here", **common))
+    return here, loop.train(tiny.config(root, name="there", **(common | ON_RAY)))
 
 
 def tokens(run: Path) -> list[tuple[int, ...]]:
@@ -162,8 +162,8 @@ def test_a_sharded_checkpoint_is_exported_and_resumed_in_one_process(runs: tuple
     assert (out / "config.json").is_file()
     text = (there / "config.yaml").read_text().replace("runtime: ray", "runtime: inline")
     (there / "config.yaml").write_text(text)
-    tutelage.resume(there, steps=6)
-    tutelage.resume(here, steps=6)
+    loop.resume(there, steps=6)
+    loop.resume(here, steps=6)
     assert tiny.lines(there / "metrics.jsonl")[-1]["loss"] == pytest.approx(
         tiny.lines(here / "metrics.jsonl")[-1]["loss"], rel=1e-4
     )

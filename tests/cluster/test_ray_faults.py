@@ -17,6 +17,7 @@ import pytest
 
 import tiny
 import tutelage
+from tutelage import loop
 from tutelage.backends.ray.actors import Actor, EngineActor, LearnerActor, RolloutActor
 from tutelage.backends.ray.backend import RayBackend
 from tutelage.backends.ray.coordinator import Coordinator
@@ -191,11 +192,11 @@ def test_a_run_survives_the_loss_of_a_teacher_a_student_and_a_worker(
     assassin = Assassin(teacher, student, worker)
     hire(tmp_path / "runs" / "killed", assassin)
     config = tutelage.Config.model_validate(settings(tmp_path, name="killed", pools=pools, **chosen))
-    run = tutelage.train(config)
+    run = loop.train(config)
     assert assassin.error is None
     assert assassin.done == ["teacher", "student", "worker"]
     plain = settings(tmp_path, name="plain", **chosen) | {"runtime": "inline"}
-    calm = tutelage.train(tutelage.Config.model_validate(plain))
+    calm = loop.train(tutelage.Config.model_validate(plain))
     summary = RunDirectory.open(run).load_summary()
     assert summary["failed_groups"] == []
     assert summary["restarts"]["teacher 'main', replica 0"] == 1
@@ -224,7 +225,7 @@ def test_a_learner_rank_dies_then_the_driver_then_every_teacher(
     assassin = Assassin(rank)
     hire(path, assassin)
     with pytest.raises(UserError, match=r"rank 1 of the learner died .*\n.*tutelage resume") as raised:
-        tutelage.train(tutelage.Config.model_validate(chosen))
+        loop.train(tutelage.Config.model_validate(chosen))
     assert assassin.error is None
     first = CheckpointStore(path / "checkpoints", 3).steps()[-1]
     assert first >= 2, raised.value
@@ -245,7 +246,7 @@ def test_a_learner_rank_dies_then_the_driver_then_every_teacher(
     hire(path, last)
     started = time.monotonic()
     with pytest.raises(UserError, match="teacher 'main'"):
-        tutelage.resume(path)
+        loop.resume(path)
     assert last.error is None
     assert time.monotonic() - started < PATIENCE
     _, alive = psutil.wait_procs(family, timeout=120)  # two helpers of Ray's own take a minute to notice
@@ -275,7 +276,7 @@ def test_without_the_queue_a_run_ends_within_the_deadline_and_says_how_to_go_on(
     hire(path, assassin)
     told = rf"the controller of TransferQueue died .*\n.*\n`tutelage resume {path}` goes on from the last checkpoint"
     with pytest.raises(UserError, match=told):
-        tutelage.train(config)
+        loop.train(config)
     assert assassin.error is None
     assert time.monotonic() - assassin.ended < config.ray.request_deadline
     done = tiny.lines(path / "metrics.jsonl")

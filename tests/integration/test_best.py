@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 import tiny
 import tiny_paint
-import tutelage
 from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.config.measures import MEASURES, Measure, held_out, in_order
@@ -103,7 +102,7 @@ def test_measures_of_a_recipe_know_which_way_is_better(root: Path) -> None:
 
 def test_measures_of_a_recipe_are_those_that_its_evaluations_have(root: Path) -> None:
     for config in (tiny.config(root, name="taught", steps=1), grpo(root, name="rewarded", steps=1)):
-        run = tutelage.train(config)
+        run = loop.train(config)
         for line in tiny.lines(run / "validation.jsonl"):
             assert line.keys() - {"step"} == held_out(config).keys()
 
@@ -125,7 +124,7 @@ def test_the_best_reward_is_marked(
 ) -> None:
     scripted[best or "reward"] = list(values)
     sections = {"steps": 3, "validation": {"every": 2}, "checkpoint": {"every": 1, "keep": 1, "best": best}}
-    run = tutelage.train(grpo(root, name=request.node.name, **sections))
+    run = loop.train(grpo(root, name=request.node.name, **sections))
     assert mark_of(run) == {"step": expected, "measure": best or "reward", "value": values[expected - 1]}
     assert steps_of(run) == tuple(sorted({expected, 3})), "one is kept besides the best one"
 
@@ -133,11 +132,11 @@ def test_the_best_reward_is_marked(
 def test_a_best_evaluation_between_two_saves_is_saved(root: Path, scripted: dict[str, list[float]]) -> None:
     scripted["kl"] = [0.9, 0.8, 0.617, 0.674]
     sections = {"validation": {"every": 1}, "checkpoint": {"every": 100, "keep": 1}, "data": {"shuffle": False}}
-    run = tutelage.train(tiny.config(root, name="between", steps=3, **sections))
+    run = loop.train(tiny.config(root, name="between", steps=3, **sections))
     assert mark_of(run) == {"step": 2, "measure": "kl", "value": 0.617}
     assert steps_of(run) == (2, 3)
     scripted["kl"] = [0.9, 0.8, 0.7]
-    shorter = tutelage.train(tiny.config(root, name="shorter", steps=2, **sections))
+    shorter = loop.train(tiny.config(root, name="shorter", steps=2, **sections))
     assert tiny.same(tiny.weights(run, "best"), tiny.weights(shorter, "latest")), "the weights that were measured"
     assert not tiny.same(tiny.weights(run, "best"), tiny.weights(run, "latest"))
 
@@ -145,7 +144,7 @@ def test_a_best_evaluation_between_two_saves_is_saved(root: Path, scripted: dict
 def test_a_worse_evaluation_between_two_saves_is_not_saved(root: Path, scripted: dict[str, list[float]]) -> None:
     scripted["kl"] = [0.1, 0.5, 0.6, 0.4]
     sections = {"validation": {"every": 1}, "checkpoint": {"every": 100, "keep": 9}}
-    run = tutelage.train(tiny.config(root, name="worse", steps=3, **sections))
+    run = loop.train(tiny.config(root, name="worse", steps=3, **sections))
     assert steps_of(run) == (1, 3), "the untrained student has no checkpoint and does not compete"
     assert mark_of(run)["step"] == 3
 
@@ -165,7 +164,7 @@ def test_a_run_killed_after_its_save_is_evaluated_and_marked_on_the_way_back(
         "checkpoint": {"every": 2, "keep": 1},
     }
     if not (root / "runs" / "undisturbed").exists():
-        tutelage.train(tiny.config(root, name="undisturbed", **sections))
+        loop.train(tiny.config(root, name="undisturbed", **sections))
     name = f"killed-{before}-{at}"
     plain = getattr(loop, before)
 
@@ -177,10 +176,10 @@ def test_a_run_killed_after_its_save_is_evaluated_and_marked_on_the_way_back(
     with monkeypatch.context() as patched:
         patched.setattr(loop, before, dying)
         with pytest.raises(Killed):
-            tutelage.train(tiny.config(root, name=name, **sections))
+            loop.train(tiny.config(root, name=name, **sections))
     run, straight = root / "runs" / name, root / "runs" / "undisturbed"
     assert steps_of(run)[-1] == at, "saved before it was evaluated"
-    tutelage.resume(run)
+    loop.resume(run)
     assert mark_of(run) == mark_of(straight)
     assert steps_of(run) == steps_of(straight)
     assert tiny.lines(run / "validation.jsonl") == tiny.lines(straight / "validation.jsonl")

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.config.schema import Config
 from tutelage.record import Display, final_table
 
@@ -96,16 +96,16 @@ def steps_printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_a_run_without_a_teacher_says_nothing_about_its_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tutelage.train(rewarded(tmp_path, {"name": "grpo"}))
+    run = loop.train(rewarded(tmp_path, {"name": "grpo"}))
     [line] = steps_printed(capsys)
     assert "generate" in line
     assert "teacher" not in line
     assert "reference" not in line
     assert "seconds/teacher" not in tiny.lines(run / "metrics.jsonl")[0]
-    tutelage.train(rewarded(tmp_path, {"name": "grpo", "kl": 0.1}))
+    loop.train(rewarded(tmp_path, {"name": "grpo", "kl": 0.1}))
     [line] = steps_printed(capsys)
     assert "reference" in line
     assert "teacher" not in line
-    tutelage.train(tiny.config(tmp_path, steps=1, name="taught"))
+    loop.train(tiny.config(tmp_path, steps=1, name="taught"))
     [line] = steps_printed(capsys)
     assert "teacher" in line

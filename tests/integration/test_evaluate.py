@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.cli import main
 from tutelage.errors import UserError
 from tutelage.evaluation.text import evaluate_run
@@ -51,7 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(root: Path) -> Path:
     """A finished run; tests leave it as it is."""
-    return tutelage.train(
+    return loop.train(
         tiny.config(
             root,
             optimizer={"lr": 3e-3},
@@ -181,14 +181,14 @@ def test_the_samples_of_an_evaluation_are_kept(run: Path) -> None:
 def test_validation_has_sampling_settings_of_its_own(tmp_path: Path) -> None:
     lengths = {"min_tokens": 9, "max_tokens": 9}
     config = tiny.config(tmp_path, steps=1, rollout={"min_tokens": 3, "max_tokens": 3}, validation=lengths)
-    run = tutelage.train(config)
+    run = loop.train(config)
     assert [line["length"] for line in tiny.lines(run / "validation.jsonl")] == [9, 9]
     assert tiny.lines(run / "metrics.jsonl")[0]["length"] == 3
 
 
 @pytest.mark.parametrize("lr", [1e-2, 1.0])
 def test_the_best_checkpoint_is_marked_and_kept(tmp_path: Path, lr: float, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(
             tmp_path, steps=5, optimizer={"lr": lr}, validation={"every": 1}, checkpoint={"every": 1, "keep": 1}
         )
@@ -239,7 +239,7 @@ def test_an_exported_model_is_measured_like_the_checkpoint(
 def test_an_adapter_is_merged_or_kept(tmp_path: Path, cut: tuple[int, ...]) -> None:
     settings = tiny.settings(tmp_path)
     student = {**settings["student"], "lora": {"rank": 2}, "drop_layers": cut}
-    run = tutelage.train(tiny.config(tmp_path, steps=3, student=student, data={"validation": None}))
+    run = loop.train(tiny.config(tmp_path, steps=3, student=student, data={"validation": None}))
     assert main(["export", str(run), str(tmp_path / "merged")]) == 0
     assert main(["export", str(run), str(tmp_path / "kept"), "--keep-adapter"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

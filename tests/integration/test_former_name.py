@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.checkpoint import store as checkpoint
 from tutelage.models.sources import cache_directory
 
@@ -15,7 +15,7 @@ from tutelage.models.sources import cache_directory
 def test_a_run_of_the_former_name_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as former:
         former.setattr(checkpoint, "FORMAT", "understudy-checkpoint")
-        run = tutelage.train(tiny.config(tmp_path, steps=1))
+        run = loop.train(tiny.config(tmp_path, steps=1))
     config = run / "config.yaml"
     header, rest = config.read_text().split("\n", 1)
     assert "tutelage" in header
@@ -23,7 +23,7 @@ def test_a_run_of_the_former_name_is_resumed(tmp_path: Path, monkeypatch: pytest
     state = run / "checkpoints" / "step-000001" / "state.json"
     assert '"understudy-checkpoint"' in state.read_text()
     monkeypatch.chdir(tmp_path)
-    tutelage.resume(run, steps=2)
+    loop.resume(run, steps=2)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
     assert '"tutelage-checkpoint"' in (run / "checkpoints" / "step-000002" / "state.json").read_text()
 

@@ -15,6 +15,7 @@ import pytest
 
 import tiny
 import tutelage
+from tutelage import loop
 from tutelage.cli import main
 from tutelage.data.trajectory import Episode, Prompt
 from tutelage.errors import UserError
@@ -45,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Path:
-    return tutelage.train(tiny.config(root, name="finished", steps=2))
+    return loop.train(tiny.config(root, name="finished", steps=2))
 
 
 def contents(path: Path) -> dict[str, tuple[bytes, int]]:
@@ -66,7 +67,7 @@ def test_a_run_that_is_held_is_neither_resumed_nor_started_again(
         said = capsys.readouterr().err
         assert f"{finished} is in use by process {os.getpid()} on {socket.gethostname()}" in said
         with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-            tutelage.train(tiny.config(root, name="finished"))
+            loop.train(tiny.config(root, name="finished"))
         settings = tiny.settings(root)
         with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
             tutelage.distill(
@@ -97,8 +98,8 @@ def test_a_run_holds_its_directory_from_start_to_end(root: Path, finished: Path)
     data = {"train": str(prompts), "validation": None}
     sections: dict[str, Any] = {"prompts_per_step": 1, "rollout": {"agent_loop": "lock_intruder"}, "data": data}
     SEEN.clear()
-    tutelage.train(tiny.config(root, name="watched", steps=1, **sections))
-    tutelage.resume(run, steps=2)
+    loop.train(tiny.config(root, name="watched", steps=1, **sections))
+    loop.resume(run, steps=2)
     assert len(SEEN) == 2
     assert all(f"in use by process {os.getpid()}" in said for said in SEEN)
     assert not (run / LOCK).exists()
@@ -137,7 +138,7 @@ def test_a_start_that_is_refused_leaves_no_directory(tmp_path: Path) -> None:
     from tutelage.config.schema import Config
 
     with pytest.raises(UserError, match=r"none\.jsonl"):
-        tutelage.train(Config.model_validate(settings))
+        loop.train(Config.model_validate(settings))
     assert not (tmp_path / "deep").exists()
 
 

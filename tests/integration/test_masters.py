@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import tiny
 import tiny_paint
-import tutelage
 from checkpoints import load
 from learner_batches import LIMITS, algorithm, make_batch
+from tutelage import loop
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
 from tutelage.backends.ray import actors
@@ -64,7 +64,7 @@ def short(root: Path) -> Path:
     """Four steps in bfloat16, with a checkpoint after two."""
     if probe().died is not None:
         pytest.skip(probe().text)
-    return tutelage.train(tiny.config(root, name="short", student=BF16))
+    return loop.train(tiny.config(root, name="short", student=BF16))
 
 
 def learner_of(config: Config | DiffusionConfig) -> Learner:
@@ -93,7 +93,7 @@ def test_a_small_learning_rate_moves_the_weights_as_far_as_in_float32(root: Path
     moved: list[float] = []
     for dtype in ("float32", "bfloat16"):
         sections = {"optimizer": {"lr": 1e-5}, "student": {"dtype": dtype}, "validation": {"prompts": 1}}
-        run = tutelage.train(tiny.config(root, name=f"small-{dtype}", **sections))
+        run = loop.train(tiny.config(root, name=f"small-{dtype}", **sections))
         weights = tiny.weights(run)
         assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
         moved.append(sum(float((weights[name] - first).abs().sum()) for name, first in start().items()))
@@ -114,7 +114,7 @@ def test_training_in_bfloat16_reaches_the_kl_of_float32(root: Path) -> None:
             "checkpoint": {"every": 100},
             "record": {"rollouts": "none"},
         }
-        before, after = heldout(tutelage.train(tiny.config(root, name=f"long-{dtype}", **sections)))
+        before, after = heldout(loop.train(tiny.config(root, name=f"long-{dtype}", **sections)))
         assert after < 0.9 * before
         reached.append(after)
     assert reached[1] == pytest.approx(reached[0], rel=0.05)
@@ -133,8 +133,8 @@ def test_checkpoints_hold_masters_and_float32_moments(short: Path) -> None:
 
 
 def test_a_resumed_run_ends_bit_for_bit_the_same(root: Path, short: Path) -> None:
-    run = tutelage.train(tiny.config(root, name="resumed", steps=2, student=BF16))
-    tutelage.resume(run, steps=4)
+    run = loop.train(tiny.config(root, name="resumed", steps=2, student=BF16))
+    loop.resume(run, steps=4)
     first, second = checkpoint(run), checkpoint(short)
     assert first.step == second.step == 4
     for part in ("model", "optimizer", "rng"):
@@ -146,7 +146,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(root: Path, short: Path) -> Non
 
 def test_a_checkpoint_from_before_masters_loads(root: Path) -> None:
     """Its weights and moments are bfloat16; what goes on from it is float32."""
-    run = tutelage.train(tiny.config(root, name="old", steps=2, student=BF16))
+    run = loop.train(tiny.config(root, name="old", steps=2, student=BF16))
     found = checkpoint(run)
     tensors = {part: dict(named) for part, named in found.tensors.items()}
     for part in ("model", "optimizer"):
@@ -154,7 +154,7 @@ def test_a_checkpoint_from_before_masters_loads(root: Path) -> None:
     state = {key: value for key, value in found.state.items() if key != "dtype"}
     CheckpointStore(run / "checkpoints", 5).save(2, tensors, state)
     assert {t.dtype for t in checkpoint(run).tensors["model"].values()} == {torch.bfloat16}
-    tutelage.resume(run, steps=3)
+    loop.resume(run, steps=3)
     after = checkpoint(run)
     assert after.step == 3
     for part in ("model", "optimizer"):
@@ -178,8 +178,8 @@ def test_an_engine_has_the_rounded_masters_whenever_weights_are_published(
         seen.append(masters)
 
     monkeypatch.setattr(InlineBackend, "publish", publish)
-    run = tutelage.train(tiny.config(root, name="published", steps=2, student=BF16))
-    tutelage.resume(run, steps=3)
+    run = loop.train(tiny.config(root, name="published", steps=2, student=BF16))
+    loop.resume(run, steps=3)
     assert len(seen) == 5  # at the start and after each step
     assert tiny.same(seen[2], seen[3]), "resumed where it ended"
     assert not tiny.same(seen[1], seen[2])
@@ -224,7 +224,7 @@ def test_only_an_adapter_has_masters_and_the_base_stays_as_it_computes(root: Pat
     assert all(".lora_" in name for name, _ in student.named)
     assert {p.dtype for p in student.parameters} == {torch.float32}
     assert len(student.rounded) == len(student.named)
-    saved = tiny.weights(tutelage.train(config))
+    saved = tiny.weights(loop.train(config))
     assert saved.keys() == {name for name, _ in student.named}
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert all(bool((tensor != 0).any()) for name, tensor in saved.items() if ".lora_B" in name)
@@ -239,7 +239,7 @@ def rewarded(root: Path, **sections: Any) -> Config:
 
 def test_a_critic_has_masters_too(root: Path) -> None:
     algorithm = {"name": "ppo", "critic_lr": 1e-5, "kl": 0.1}
-    run = tutelage.train(rewarded(root, name="ppo", steps=2, student=BF16, algorithm=algorithm))
+    run = loop.train(rewarded(root, name="ppo", steps=2, student=BF16, algorithm=algorithm))
     tensors = checkpoint(run).tensors
     for part in ("model", "optimizer", "critic", "critic_optimizer"):
         assert {tensor.dtype for tensor in tensors[part].values()} == {torch.float32}, part
@@ -328,7 +328,7 @@ def test_an_export_has_the_dtype_that_the_run_computed_in(
     student = {"dtype": "auto", **({"lora": {"rank": 2}} if lora else {})}
     monkeypatch.setattr("tutelage.models.dtype.WORTHWHILE", 0.0)
     name = f"exported-{lora}"
-    run = tutelage.train(tiny.config(root, name=name, steps=1, student=student, optimizer={"lr": 1e-3}))
+    run = loop.train(tiny.config(root, name=name, steps=1, student=student, optimizer={"lr": 1e-3}))
     monkeypatch.setattr("tutelage.models.dtype.WORTHWHILE", 1e9)  # another machine, on which auto is float32
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert f"exported: {tmp_path / 'out'} (bfloat16)" in capsys.readouterr().out.replace("\n", "")

@@ -20,8 +20,8 @@ from rich.console import Console
 import tiny
 import tiny_flow
 import tiny_paint
-import tutelage
 from checkpoints import load
+from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.config.diffusion import DiffusionConfig
@@ -98,7 +98,7 @@ def test_rows_of_a_step_hold_media_and_how_they_were_made(root: Path, kind: str)
 
 @pytest.mark.parametrize("kind", ["sd3", "wan"])
 def test_a_run_trains_and_writes_down_what_it_did(root: Path, kind: str) -> None:
-    run = tutelage.train(tiny_paint.config(root, kind, name=f"run-{kind}", optimizer={"micro_batch_steps": 6}))
+    run = loop.train(tiny_paint.config(root, kind, name=f"run-{kind}", optimizer={"micro_batch_steps": 6}))
     lines = tiny.lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
@@ -135,7 +135,7 @@ def _start(root: Path, kind: str) -> dict[str, torch.Tensor]:
 def test_other_ways_to_learn_run_too(root: Path, sections: dict[str, Any], request: pytest.FixtureRequest) -> None:
     settings = tiny_paint.settings(root, name=request.node.callspec.id, **sections)
     settings["algorithm"] = {name: value for name, value in settings["algorithm"].items() if value is not None}
-    lines = tiny.lines(tutelage.train(DiffusionConfig.model_validate(settings)) / "metrics.jsonl")
+    lines = tiny.lines(loop.train(DiffusionConfig.model_validate(settings)) / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["grad_norm"] > 0 for line in lines)
 
@@ -154,7 +154,7 @@ def checkpoint_of(run: Path) -> Any:
 
 
 def test_killed_and_resumed_it_ends_bit_for_bit_the_same(root: Path) -> None:
-    straight = tutelage.train(tiny_paint.config(root, name="straight", **RESUMED))
+    straight = loop.train(tiny_paint.config(root, name="straight", **RESUMED))
     recipe, run = tiny_paint.recipe(root, name="killed", **RESUMED), root / "runs" / "killed"
     log = root / "killed.log"
     with log.open("wb") as out:
@@ -174,7 +174,7 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(root: Path) -> None:
             process.kill()
         assert process.wait() == -signal.SIGKILL, log.read_text()
     assert not (run / "summary.json").exists()
-    tutelage.resume(run)
+    loop.resume(run)
     first, second = checkpoint_of(run), checkpoint_of(straight)
     assert first.step == second.step == 4
     for part in ("model", "average", "optimizer", "rng"):
@@ -213,7 +213,7 @@ def test_evaluation_uses_the_running_mean_and_gives_the_weights_back(
 
     monkeypatch.setattr(PictureEvaluator, "__call__", watched)
     monkeypatch.setattr(loop, "validate", validate)
-    tutelage.train(config)
+    loop.train(config)
     assert [name for name, _ in seen] == ["before", "inside", "after"] * 2
     (weights, mean), inside, after = (found for _, found in seen[3:])
     assert tiny.same(inside[0], mean)
@@ -231,7 +231,7 @@ def test_an_exported_run_paints_the_same_in_diffusers(root: Path, sections: dict
     sections["optimizer"] = {"lr": 3e-2, **sections.get("optimizer", {})}
     name = f"exported-{lora}"
     config = tiny_paint.config(root, name=name, **sections)
-    run = tutelage.train(config)
+    run = loop.train(config)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     pipe: Any = StableDiffusion3Pipeline.from_pretrained(tmp_path / "out")  # type: ignore[no-untyped-call]
     pipe.set_progress_bar_config(disable=True)

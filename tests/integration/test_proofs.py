@@ -125,7 +125,7 @@ def test_a_run_over_text_in_one_process_loads_nothing_that_its_record_does_not_d
     """Otherwise a change there would not mark the record stale."""
     code = (
         "import sys, tiny, tutelage; from pathlib import Path; root = Path(sys.argv[1]); tiny.settings(root)\n"
-        "tutelage.train(tiny.config(root, name='small', steps=1))\n"
+        "loop.train(tiny.config(root, name='small', steps=1))\n"
         "print(*sorted(n.removeprefix('tutelage.').replace('.', '/') for n in sys.modules if 'tutelage.' in n))"
     )
     done = subprocess.run(

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 import tiny
-import tutelage
 from tutelage import cli, loop
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Key
@@ -58,7 +57,7 @@ def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) ->
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "step", signalled)
-        return tutelage.train(tiny.config(root, **sections))
+        return loop.train(tiny.config(root, **sections))
 
 
 def test_a_run_stopped_with_ctrl_c_has_a_report(
@@ -69,7 +68,7 @@ def test_a_run_stopped_with_ctrl_c_has_a_report(
     page = (run / "report.html").read_text()
     assert "2 steps recorded" in page
     assert "not finished" in page
-    tutelage.resume(run)
+    loop.resume(run)
     page = (run / "report.html").read_text()
     assert "4 steps recorded" in page
     assert "not finished" not in page
@@ -88,7 +87,7 @@ def test_a_run_that_failed_has_a_report_of_the_steps_before(
 
     monkeypatch.setattr(loop, "step", failing)
     with pytest.raises(UserError, match="no more"):
-        tutelage.train(tiny.config(tmp_path))
+        loop.train(tiny.config(tmp_path))
     report = tmp_path / "runs" / "run" / "report.html"
     assert report.exists() == there
     if there:
@@ -104,7 +103,7 @@ def test_an_error_is_not_hidden_by_a_report_that_cannot_be_made(
 
     monkeypatch.setattr(loop, "step", failing)
     with pytest.raises(UserError, match="no more"):
-        tutelage.train(tiny.config(tmp_path))
+        loop.train(tiny.config(tmp_path))
     assert "no report: " in capsys.readouterr().out
 
 
@@ -150,7 +149,7 @@ def test_the_command_refuses_what_is_not_a_run(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_without_a_teacher_answers_have_rewards_parts_and_advantages(tmp_path: Path) -> None:
-    run = RunDirectory.open(tutelage.train(rewarded(tmp_path)))
+    run = RunDirectory.open(loop.train(rewarded(tmp_path)))
     data = collect(run)
     shown = [answer for prompted in data.heldout for _, answer in prompted.answers if answer is not None]
     assert len(shown) == 6
@@ -177,7 +176,7 @@ def test_without_a_teacher_answers_have_rewards_parts_and_advantages(tmp_path: P
 
 
 def test_with_a_teacher_tokens_are_coloured(tmp_path: Path) -> None:
-    run = RunDirectory.open(tutelage.train(tiny.config(tmp_path, steps=1)))
+    run = RunDirectory.open(loop.train(tiny.config(tmp_path, steps=1)))
     assert all(a.divergence is not None for p in collect(run).heldout for _, a in p.answers if a is not None)
     page = (run.path / "report.html").read_text()
     assert re.search(r'class="t d\d', page)

@@ -19,7 +19,6 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 import tiny
-import tutelage
 from checkpoints import load
 from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
@@ -55,7 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def straight(root: Path) -> Path:
     """The run that nothing disturbed."""
-    return tutelage.train(tiny.config(root, name="straight", **LONG))
+    return loop.train(tiny.config(root, name="straight", **LONG))
 
 
 def recipe(root: Path, name: str) -> Path:
@@ -141,7 +140,7 @@ def test_killed_at_random_moments_it_ends_bit_for_bit_the_same(root: Path, strai
         evaluated = first_evaluation(run)
     assert evaluated
     assert 0 < saved_step(run) < STEPS
-    tutelage.resume(run)
+    loop.resume(run)
     assert first_evaluation(run) == evaluated
     assert_same_run(run, straight)
     assert (run / "summary.json").exists()
@@ -162,7 +161,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(root: Path, straig
     assert f"tutelage resume {run}" in said
     assert "Traceback" not in said
     assert not (run / "summary.json").exists()
-    tutelage.resume(run)
+    loop.resume(run)
     assert_same_run(run, straight)
 
 
@@ -176,10 +175,10 @@ def test_a_stop_during_validation_is_saved_too(tmp_path: Path, monkeypatch: pyte
     settings = {"steps": 6, "validation": {"every": 2, "prompts": 1}, "checkpoint": {"every": 100}}
     with monkeypatch.context() as patched:
         patched.setattr(loop, "validate", interrupted)
-        run = tutelage.train(tiny.config(tmp_path, **settings))
+        run = loop.train(tiny.config(tmp_path, **settings))
     assert saved_step(run) == 2
-    tutelage.resume(run)
-    assert_same_run(run, tutelage.train(tiny.config(tmp_path, name="other", **settings)), 6)
+    loop.resume(run)
+    assert_same_run(run, loop.train(tiny.config(tmp_path, name="other", **settings)), 6)
 
 
 @pytest.mark.parametrize("more", [{}, {"rollout": {"samples": 2}}, {"student": {"lora": {"rank": 2}}}])
@@ -187,7 +186,7 @@ def test_two_runs_are_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
     if "student" in more:
         more = {"student": {**tiny.settings(tmp_path)["student"], **more["student"]}}
     first, second, third = (
-        tutelage.train(tiny.config(tmp_path, name=f"run-{number}", seed=seed, **more))
+        loop.train(tiny.config(tmp_path, name=f"run-{number}", seed=seed, **more))
         for number, seed in enumerate((0, 0, 1))
     )
     assert_same_run(first, second, 4)
@@ -196,7 +195,7 @@ def test_two_runs_are_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    return tutelage.train(tiny.config(tmp_path))
+    return loop.train(tiny.config(tmp_path))
 
 
 def contents(path: Path, *but: str) -> dict[str, bytes]:
@@ -231,7 +230,7 @@ def test_a_foreign_checkpoint_is_refused(finished: Path, tmp_path: Path, capsys:
     assert "not written by tutelage" in refused(finished, capsys)
     (place / "state.json").write_text(state)
     student = {"path": str(tiny.save(tmp_path / "small", intermediate_size=16)), "dtype": "float32"}
-    other = tutelage.train(tiny.config(tmp_path, name="other", student=student))
+    other = loop.train(tiny.config(tmp_path, name="other", student=student))
     for file in place.iterdir():
         file.write_bytes((other / "checkpoints" / place.name / file.name).read_bytes())
     assert "shape [16, 32] in the checkpoint, [48, 32] here" in refused(finished, capsys)
@@ -253,7 +252,7 @@ def test_other_data_is_refused(finished: Path, tmp_path: Path, capsys: pytest.Ca
 def with_heldout(tmp_path: Path) -> Path:
     """A run that is evaluated on prompts of their own."""
     heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", ["One?", "Two?", "Three?"])
-    return tutelage.train(tiny.config(tmp_path, steps=2, data={"validation": str(heldout)}))
+    return loop.train(tiny.config(tmp_path, steps=2, data={"validation": str(heldout)}))
 
 
 def test_other_held_out_prompts_are_refused(
@@ -269,19 +268,19 @@ def test_other_held_out_prompts_are_refused(
 def test_a_run_without_a_record_of_its_data_goes_on_and_gets_one(with_heldout: Path, tmp_path: Path) -> None:
     kept = (with_heldout / "data.json").read_text()
     (with_heldout / "data.json").unlink()
-    tutelage.resume(with_heldout, steps=3)
+    loop.resume(with_heldout, steps=3)
     assert (with_heldout / "data.json").read_text() == kept
     assert steps_done(with_heldout) == 3
 
 
 def test_held_out_prompts_that_are_trained_on_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", [tiny.PROMPTS[0], "New?", tiny.PROMPTS[1]])
-    tutelage.train(tiny.config(tmp_path, steps=1, data={"validation": str(heldout)}))
+    loop.train(tiny.config(tmp_path, steps=1, data={"validation": str(heldout)}))
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("training prompts too") == 1
     assert "2 of the 3 held-out prompts" in said
     tiny.write_prompts(heldout, ["New?"])
-    tutelage.train(tiny.config(tmp_path, name="other", steps=1, data={"validation": str(heldout)}))
+    loop.train(tiny.config(tmp_path, name="other", steps=1, data={"validation": str(heldout)}))
     assert "training prompts too" not in capsys.readouterr().out
 
 
@@ -296,7 +295,7 @@ def test_rows_that_are_too_long_are_left_out_said_and_recorded(
     train = tiny.write_prompts(tmp_path / "train.jsonl", ["a", OVERLONG, "b", OVERLONG, "c"])
     heldout = tiny.write_prompts(tmp_path / "heldout.jsonl", [OVERLONG, "d", "e"])
     data = {**LIMIT, "train": str(train), "validation": str(heldout), "overlong": "skip"}
-    run = tutelage.train(tiny.config(tmp_path, steps=2, data=data, record={"rollouts": "all"}))
+    run = loop.train(tiny.config(tmp_path, steps=2, data=data, record={"rollouts": "all"}))
     said = " ".join(capsys.readouterr().out.split())
     assert f"leaves out 2 of 5 rows of {train}, which are too long: 2, 4" in said
     assert f"leaves out 1 of 3 rows of {heldout}" in said
@@ -327,7 +326,7 @@ def test_a_run_that_stopped_at_a_row_goes_on_without_it(
     assert main(["resume", str(run), "data.overlong=skip"]) == 0
     assert tiny.lines(run / "metrics.jsonl")[:1] == before
     settings["data"]["overlong"] = "skip"
-    fresh = tutelage.train(tiny.config(tmp_path, name="fresh", **settings))
+    fresh = loop.train(tiny.config(tmp_path, name="fresh", **settings))
     assert tiny.same(tiny.weights(run), tiny.weights(fresh)), "as if it had been left out from the start"
 
 
@@ -361,8 +360,8 @@ def test_what_a_resumed_run_may_not_change(finished: Path, change: str, capsys: 
 
 
 def test_longer_runs_say_what_becomes_of_their_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tutelage.train(tiny.config(tmp_path, steps=1, optimizer={"schedule": "linear"}))
-    tutelage.resume(run, steps=2)
+    run = loop.train(tiny.config(tmp_path, steps=1, optimizer={"schedule": "linear"}))
+    loop.resume(run, steps=2)
     said = " ".join(capsys.readouterr().out.split())
     assert "optimizer.schedule is linear: the learning rate now follows its course over 2 steps" in said
 
@@ -378,7 +377,7 @@ def test_a_run_can_be_extended(finished: Path, tmp_path: Path) -> None:
     first_line = (finished / "validation.jsonl").read_text().splitlines()[0]
     assert main(["resume", str(finished), "--steps", "6"]) == 0
     assert "steps: 6" in (finished / "config.yaml").read_text().splitlines(), "a later resume goes there too"
-    longer = tutelage.train(tiny.config(tmp_path, name="longer", steps=6, validation={"every": 2}))
+    longer = loop.train(tiny.config(tmp_path, name="longer", steps=6, validation={"every": 2}))
     assert tiny.same(tiny.weights(finished), tiny.weights(longer))
     assert [line["step"] for line in tiny.lines(finished / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert (finished / "validation.jsonl").read_text().splitlines()[0] == first_line
@@ -399,10 +398,10 @@ def test_tensorboard_shows_every_step_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(loop, "save", dying)
     with pytest.raises(Killed):
-        tutelage.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
+        loop.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
     monkeypatch.undo()
     time.sleep(1.1)  # event files are named by the second, and read in the order of their names
-    run = tutelage.resume(tmp_path / "runs" / "run")
+    run = loop.resume(tmp_path / "runs" / "run")
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/kl")] == [1, 2, 3, 4]
@@ -417,6 +416,6 @@ def test_the_plugin_of_a_run_is_loaded_once(tmp_path: Path) -> None:
         "class Mine(SingleTurn):\n"
         "    pass\n"
     )
-    run = tutelage.train(tiny.config(tmp_path, steps=1, plugins=[str(plugin)], rollout={"agent_loop": "mine_alone"}))
-    tutelage.resume(run, steps=2)
+    run = loop.train(tiny.config(tmp_path, steps=1, plugins=[str(plugin)], rollout={"agent_loop": "mine_alone"}))
+    loop.resume(run, steps=2)
     assert steps_done(run) == 2

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import tiny
-import tutelage
 from checkpoints import load
 from tutelage import loop
 from tutelage.assemble import assemble
@@ -160,7 +159,7 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_every_algorithm_runs_and_says_what_it_did(models: Path, name: str) -> None:
     algorithm, more = RUNS[name]
-    run = tutelage.train(config(models, algorithm, name=name))
+    run = loop.train(config(models, algorithm, name=name))
     steps = metrics_of(run)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
@@ -196,7 +195,7 @@ def test_several_updates_from_one_batch(models: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(module, "update", counted)
     algorithm = {"name": "grpo", "epochs": 2, "minibatches": 2, "importance": "truncate"}
-    run = tutelage.train(config(models, algorithm, name="counted", steps=1, data={"validation": None}))
+    run = loop.train(config(models, algorithm, name="counted", steps=1, data={"validation": None}))
     assert [rows for rows, _ in seen] == [6, 6, 6, 6]
     assert seen[0][1] == pytest.approx(1, abs=1e-5), "nothing has moved before the first update"
     assert all(abs(ratio - 1) > 1e-4 for _, ratio in seen[1:]), "ratios are against the weights of before the step"
@@ -210,7 +209,7 @@ def test_several_updates_from_one_batch(models: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("algorithm", [{"name": "grpo"}, {"name": "ppo", "critic_lr": 1e-2}], ids=lambda a: a["name"])
 def test_rewards_rise(models: Path, algorithm: dict[str, Any]) -> None:
-    run = tutelage.train(
+    run = loop.train(
         config(
             models,
             algorithm,
@@ -230,7 +229,7 @@ def test_rewards_rise(models: Path, algorithm: dict[str, Any]) -> None:
 
 def test_while_its_critic_warms_up_the_student_stays_as_it_is(models: Path) -> None:
     algorithm = {"name": "ppo", "critic_warmup": 1}
-    run = tutelage.train(config(models, algorithm, name="warm", checkpoint={"every": 1, "keep": 5}))
+    run = loop.train(config(models, algorithm, name="warm", checkpoint={"every": 1, "keep": 5}))
     first, second = metrics_of(run)
     assert "grad_norm" not in first
     assert min(first["critic_grad_norm"], second["critic_grad_norm"], second["grad_norm"]) > 0
@@ -258,7 +257,7 @@ DISTILLED: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_distillation_with_its_other_payloads_and_with_rewards(models: Path, name: str) -> None:
     algorithm, more = DISTILLED[name]
     rewards = REWARDS if "task_weight" in algorithm else {}
-    run = tutelage.train(config(models, algorithm, name=name, rewards=rewards))
+    run = loop.train(config(models, algorithm, name=name, rewards=rewards))
     for step in metrics_of(run):
         assert {"loss", "divergence", "teacher_logp", "sampler_gap", "grad_norm"} | more <= set(step)
         assert ("reward" in step) == bool(rewards)
@@ -277,7 +276,7 @@ def test_the_union_of_both_top_k_sees_at_least_what_either_sees(models: Path) ->
     for payload in ("top_k", "student_top_k", "union"):
         algorithm = {"payload": payload, "top_k": 8}
         made = config(models, algorithm, name=f"mass-{payload}", steps=1, rewards={}, data={"validation": None})
-        [seen[payload]] = metrics_of(tutelage.train(made))
+        [seen[payload]] = metrics_of(loop.train(made))
     for one in ("top_k", "student_top_k"):
         assert seen["union"]["teacher_mass"] > seen[one]["teacher_mass"]
         assert seen["union"]["student_mass"] > seen[one]["student_mass"]
@@ -302,7 +301,7 @@ def test_the_last_trajectory_is_rewarded_and_all_of_its_episode_learn_from_it(
     monkeypatch.setattr(module, "prepare", watched)
     rollout = {"agent_loop": "rl_three_rows", "samples": 4}
     made = config(models, {"name": "grpo"}, name="rows", rollout=rollout, record={"rollouts": "all"})
-    run = tutelage.train(made)
+    run = loop.train(made)
     for number, batch in enumerate(batches, start=1):
         kept = {row.key: row for row in RunDirectory.open(run).load_rollouts(number)}
         assert set(kept) == set(batch.keys)
@@ -335,7 +334,7 @@ def test_the_trajectory_that_an_episode_names_is_the_one_that_counts(models: Pat
         data={"train": prompts, "validation": prompts},
         record={"rollouts": "all"},
     )
-    run = tutelage.train(made)
+    run = loop.train(made)
     [step] = metrics_of(run)
     kept = {row.key: row for row in RunDirectory.open(run).load_rollouts(1)}
     assert len(kept) == 3 * 4 * 2
@@ -356,7 +355,7 @@ def test_the_trajectory_that_an_episode_names_is_the_one_that_counts(models: Pat
 
 def test_every_episode_counts_once_in_the_evaluation(models: Path) -> None:
     made = config(models, {"name": "grpo"}, name="counts", rollout={"agent_loop": "rl_long_ones_win", "samples": 2})
-    evaluated = summary_of(tutelage.train(made))["eval"]
+    evaluated = summary_of(loop.train(made))["eval"]
     assert evaluated["before"]["reward"] == evaluated["after"]["reward"] == pytest.approx(1 / 3)
 
 
@@ -389,7 +388,7 @@ FAILURES = {
 @pytest.mark.parametrize("flag", FAILURES)
 def test_a_reward_that_fails_fails_its_group_and_is_counted(models: Path, plugin: str, flag: str) -> None:
     before = children()
-    run = tutelage.train(brittle(models, plugin, flag, allowed=1, name=f"within-{flag}"))
+    run = loop.train(brittle(models, plugin, flag, allowed=1, name=f"within-{flag}"))
     counted, said = FAILURES[flag]
     steps = metrics_of(run)
     for step in steps:
@@ -408,7 +407,7 @@ def test_a_reward_that_fails_fails_its_group_and_is_counted(models: Path, plugin
 def test_too_many_failed_rewards_stop_the_run_with_the_reason(models: Path, plugin: str, flag: str) -> None:
     before = children()
     with pytest.raises(UserError) as caught:
-        tutelage.train(brittle(models, plugin, flag, allowed=0, name=f"above-{flag}"))
+        loop.train(brittle(models, plugin, flag, allowed=0, name=f"above-{flag}"))
     assert "step 1: 1 of 6 groups failed, rollout.max_failed_groups allows 0" in str(caught.value)
     assert re.search(FAILURES[flag][1], str(caught.value))
     assert not (models / "runs" / f"above-{flag}" / "metrics.jsonl").exists()
@@ -418,7 +417,7 @@ def test_too_many_failed_rewards_stop_the_run_with_the_reason(models: Path, plug
 def test_a_reward_that_does_not_exist_is_named_before_the_first_step(models: Path) -> None:
     before = children()
     with pytest.raises(UserError, match="exact_mach"):
-        tutelage.train(config(models, {"name": "grpo"}, name="unknown", rewards={"it": {"function": "exact_mach"}}))
+        loop.train(config(models, {"name": "grpo"}, name="unknown", rewards={"it": {"function": "exact_mach"}}))
     assert not (models / "runs" / "unknown" / "metrics.jsonl").exists()
     assert children() == before
 
@@ -443,7 +442,7 @@ def resampling(root: Path, plugin: str, name: str, resample: int, **sections: An
 def test_groups_with_equal_rewards_are_replaced(
     models: Path, plugin: str, resample: int, replaced: int, flat: float
 ) -> None:
-    run = tutelage.train(resampling(models, plugin, f"resample-{resample}", resample, steps=1))
+    run = loop.train(resampling(models, plugin, f"resample-{resample}", resample, steps=1))
     [step] = metrics_of(run)
     assert step["replaced_groups"] == replaced
     assert step["zero_variance_groups"] == pytest.approx(flat)
@@ -455,7 +454,7 @@ def test_groups_with_equal_rewards_are_replaced(
 def test_replacing_ends_when_everything_is_flat(models: Path) -> None:
     always = {"letter": {"function": "pattern", "options": {"patterns": ""}}}
     algorithm = {"name": "grpo", "resample": 4}
-    run = tutelage.train(config(models, algorithm, name="all-flat", rewards=always, data={"validation": None}))
+    run = loop.train(config(models, algorithm, name="all-flat", rewards=always, data={"validation": None}))
     for step in metrics_of(run):
         assert step["replaced_groups"] == 4
         assert step["zero_variance_groups"] == 1
@@ -469,21 +468,21 @@ FLAT = "in every group all answers got the same reward"
 def test_rewards_that_teach_nothing_are_said_once(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     always = {"letter": {"function": "pattern", "options": {"patterns": ""}}}
     sections: dict[str, Any] = {"steps": 3, "rewards": always, "data": {"validation": None}}
-    run = tutelage.train(config(models, {"name": "grpo"}, name="silent", **sections))
+    run = loop.train(config(models, {"name": "grpo"}, name="silent", **sections))
     assert [step["grad_norm"] for step in metrics_of(run)] == [0, 0, 0]
     said = " ".join(capsys.readouterr().out.split())
     assert said.count(FLAT) == 1
     assert f"step 1: {FLAT} (reward 1), so rewards teach nothing in this step (gradient norm 0)" in said
     assert "raise rollout.samples (4)" in said
     assert "set algorithm.resample (0)" in said
-    tutelage.train(config(models, {"name": "grpo", "baseline": "none"}, name="no-baseline", **sections))
+    loop.train(config(models, {"name": "grpo", "baseline": "none"}, name="no-baseline", **sections))
     assert FLAT not in " ".join(capsys.readouterr().out.split()), "without a baseline equal rewards do teach"
 
 
 def test_rewards_that_teach_something_are_not_called_flat(
     models: Path, plugin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tutelage.train(resampling(models, plugin, "some-flat", 0, steps=1))
+    run = loop.train(resampling(models, plugin, "some-flat", 0, steps=1))
     assert metrics_of(run)[0]["zero_variance_groups"] == pytest.approx(2 / 3)
     assert FLAT not in " ".join(capsys.readouterr().out.split())
 
@@ -507,7 +506,7 @@ def stopped(made: Config, at: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     with monkeypatch.context() as patched:
         patched.setattr(loop, "save", dying)
         with pytest.raises(Killed):
-            tutelage.train(made)
+            loop.train(made)
     return Path(made.out) / made.name
 
 
@@ -533,19 +532,19 @@ def test_a_stopped_ppo_run_ends_bit_for_bit_like_one_that_was_not(
 ) -> None:
     algorithm = {"name": "ppo", "epochs": 2, "minibatches": 2, "kl": 0.1, "kl_in": "reward", "critic_lr": 1e-3}
     sections = {"steps": 4, "rollout": {"max_tokens": 6, "samples": 2}}
-    straight = tutelage.train(config(models, algorithm, name="ppo-straight", **sections))
+    straight = loop.train(config(models, algorithm, name="ppo-straight", **sections))
     run = stopped(config(models, algorithm, name="ppo-stopped", **sections), 4, monkeypatch)
     assert CheckpointStore(run / "checkpoints", 1).steps() == (2,)
-    tutelage.resume(run)
+    loop.resume(run)
     assert_same_run(run, straight, {"model", "optimizer", "critic", "critic_optimizer", "rng"})
 
 
 def test_a_stopped_run_that_draws_groups_again_resumes(
     models: Path, plugin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    straight = tutelage.train(resampling(models, plugin, "again-straight", 1, steps=4))
+    straight = loop.train(resampling(models, plugin, "again-straight", 1, steps=4))
     run = stopped(resampling(models, plugin, "again-stopped", 1, steps=4), 4, monkeypatch)
-    tutelage.resume(run)
+    loop.resume(run)
     assert_same_run(run, straight, {"model", "optimizer", "rng"})
     assert any(step["replaced_groups"] for step in metrics_of(run)[2:])
 

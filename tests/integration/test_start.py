@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.data.trajectory import Episode, Prompt
 from tutelage.errors import UserError
@@ -60,7 +60,7 @@ def config(root: Path, name: str, **sections: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def straight(root: Path) -> Path:
-    return tutelage.train(config(root, "straight"))
+    return loop.train(config(root, "straight"))
 
 
 @pytest.mark.parametrize("partition", ["validation", "train"])
@@ -68,31 +68,31 @@ def test_a_start_that_failed_does_not_occupy_the_name(root: Path, straight: Path
     FAILING.add(partition)
     name, other = f"failed-{partition}", {"validation": {"prompts": 2}, "record": {"writers": ["tensorboard"]}}
     with pytest.raises(UserError, match="not today"):
-        tutelage.train(config(root, name, **other))
+        loop.train(config(root, name, **other))
     run = root / "runs" / name
     assert (run / "validation.jsonl").exists() == (partition == "train")
     FAILING.clear()
-    assert tutelage.train(config(root, name)) == run
+    assert loop.train(config(root, name)) == run
     assert tiny.lines(run / "validation.jsonl") == tiny.lines(straight / "validation.jsonl")
     assert tiny.same(tiny.weights(run), tiny.weights(straight))
     assert not (run / "tensorboard").exists(), "nothing of the first start is left"
     with pytest.raises(UserError, match="already holds a run"):
-        tutelage.train(config(root, name))
+        loop.train(config(root, name))
 
 
 def test_a_start_that_failed_can_be_resumed_too(root: Path, straight: Path) -> None:
     FAILING.add("train")
     with pytest.raises(UserError, match="not today"):
-        tutelage.train(config(root, "again"))
+        loop.train(config(root, "again"))
     FAILING.clear()
-    run = tutelage.resume(root / "runs" / "again")
+    run = loop.resume(root / "runs" / "again")
     assert tiny.same(tiny.weights(run), tiny.weights(straight))
 
 
 def test_a_run_can_be_started_where_an_event_loop_is_running(root: Path, straight: Path) -> None:
     async def cell() -> tuple[Path, dict[str, float]]:
-        run = tutelage.train(config(root, "notebook", steps=2))
-        run = tutelage.resume(run, steps=4)
+        run = loop.train(config(root, "notebook", steps=2))
+        run = loop.resume(run, steps=4)
         return run, evaluate_run(config(root, "notebook"), run, "latest")
 
     run, measured = asyncio.run(cell())
@@ -102,7 +102,7 @@ def test_a_run_can_be_started_where_an_event_loop_is_running(root: Path, straigh
 
 def test_an_error_comes_out_where_an_event_loop_is_running(root: Path) -> None:
     async def cell() -> None:
-        tutelage.train(config(root, "broken"))
+        loop.train(config(root, "broken"))
 
     FAILING.add("train")
     with pytest.raises(UserError, match="not today"):
@@ -113,7 +113,7 @@ def test_ctrl_c_finishes_the_step_where_an_event_loop_is_running(root: Path, str
     before = signal.getsignal(signal.SIGINT)
 
     async def cell() -> Path:
-        run = tutelage.train(config(root, "stopped"))
+        run = loop.train(config(root, "stopped"))
         await asyncio.sleep(0)  # the outer loop was not told to end
         return run
 
@@ -122,13 +122,13 @@ def test_ctrl_c_finishes_the_step_where_an_event_loop_is_running(root: Path, str
     assert not INTERRUPT
     assert CheckpointStore(run / "checkpoints", 1).steps() == (2,)
     assert signal.getsignal(signal.SIGINT) is before
-    tutelage.resume(run)
+    loop.resume(run)
     assert tiny.same(tiny.weights(run), tiny.weights(straight))
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_where_an_event_loop_is_running(root: Path) -> None:
     async def cell() -> None:
-        tutelage.train(config(root, "ended"))
+        loop.train(config(root, "ended"))
 
     INTERRUPT.extend([3, 4])
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.config.measures import tracked
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Key
@@ -82,7 +82,7 @@ def test_a_run_writes_its_answers_to_tensorboard(tmp_path: Path) -> None:
         record={"writers": ["tensorboard"]},
     )
     del settings["teachers"]
-    run = tutelage.train(Config.model_validate(settings))
+    run = loop.train(Config.model_validate(settings))
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     tags = events.Tags()

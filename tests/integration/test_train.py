@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import tutelage
+from tutelage import loop
 from tutelage.assemble import assemble
 from tutelage.config.schema import Distill
 from tutelage.errors import UserError
@@ -114,7 +115,7 @@ def test_the_schema_admits_every_objective_payload_and_form() -> None:
 @pytest.mark.parametrize("algorithm", ADMITTED, ids=lambda c: "-".join(c.values()))
 def test_every_objective_payload_and_form_runs(models: Path, algorithm: dict[str, str]) -> None:
     name = "-".join(algorithm.values())
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(models, name=name, steps=2, algorithm={**algorithm, "top_k": 8}, data={"validation": None})
     )
     steps = metrics_of(run)
@@ -130,7 +131,7 @@ def test_every_objective_payload_and_form_runs(models: Path, algorithm: dict[str
 @pytest.mark.parametrize(("name", "lr", "left"), [("adamw", 1e-2, 0.5), ("sgd", 10.0, 0.6)])
 def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path, name: str, lr: float, left: float) -> None:
     optimizer = {"name": name, "lr": lr}
-    run = tutelage.train(tiny.config(tmp_path, steps=30, optimizer=optimizer, record={"rollouts": "none"}))
+    run = loop.train(tiny.config(tmp_path, steps=30, optimizer=optimizer, record={"rollouts": "none"}))
     measured = json.loads((run / "summary.json").read_text())["eval"]
     assert measured["after"]["kl"] < left * measured["before"]["kl"]
     assert measured["after"]["kl_fixed"] < left * measured["before"]["kl_fixed"]
@@ -139,9 +140,9 @@ def test_distillation_brings_the_student_to_its_teacher(tmp_path: Path, name: st
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> None:
-    damaged = metrics_of(tutelage.train(tiny.config(tmp_path, name="damaged", steps=1)))
+    damaged = metrics_of(loop.train(tiny.config(tmp_path, name="damaged", steps=1)))
     student = str(tmp_path / "student")
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(
             tmp_path,
             name="control",
@@ -158,7 +159,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
 
 def test_the_mass_that_a_longer_head_puts_outside_the_shared_vocabulary_is_a_metric(tmp_path: Path) -> None:
     tiny.save(tmp_path / "teacher", seed=1, vocab_size=300)
-    (step,) = metrics_of(tutelage.train(tiny.config(tmp_path, steps=1)))
+    (step,) = metrics_of(loop.train(tiny.config(tmp_path, steps=1)))
     with torch.no_grad():
         teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
         mean = teacher(torch.tensor([[1, 2, 3, 4, 5, 6]])).logits.softmax(-1)[..., 270:].sum(-1).mean()
@@ -174,7 +175,7 @@ def test_rows_go_to_the_teacher_that_they_name(tmp_path: Path) -> None:
         "own": {"path": str(tmp_path / "student"), "dtype": "float32"},
         "other": {"path": str(tmp_path / "teacher"), "dtype": "float32"},
     }
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(
             tmp_path,
             steps=1,
@@ -201,7 +202,7 @@ def test_teachers_of_different_width(tmp_path: Path, payload: str) -> None:
     prompts = str(tiny.write_prompts(tmp_path / "routed.jsonl", rows))
     paths = {"main": tmp_path / "teacher", "wide": tmp_path / "wide"}
     teachers = {name: {"path": str(path), "dtype": "float32"} for name, path in paths.items()}
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(
             tmp_path,
             steps=2,
@@ -251,7 +252,7 @@ def test_a_teacher_with_a_system_prompt_of_its_own(tmp_path: Path, payload: str)
     rows = [{"prompt": text, "hint": f"answer {i}"} for i, text in enumerate(tiny.PROMPTS)]
     prompts = str(tiny.write_prompts(tmp_path / "hinted.jsonl", rows))
     teacher = {"path": str(tmp_path / "teacher"), "dtype": "float32", "system_prompt": "The truth: {hint}."}
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(
             tmp_path,
             steps=1,
@@ -274,7 +275,7 @@ def test_a_teacher_with_a_system_prompt_of_its_own(tmp_path: Path, payload: str)
 
 
 def test_every_trajectory_of_an_episode_is_scored_and_trained(tmp_path: Path, plugin: str) -> None:
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(
             tmp_path,
             steps=2,
@@ -302,7 +303,7 @@ def test_a_row_may_name_its_loop(tmp_path: Path, plugin: str) -> None:
     rows = [{"prompt": text, "agent_loop": "thrice" if i < 2 else None} for i, text in enumerate(tiny.PROMPTS)]
     prompts = str(tiny.write_prompts(tmp_path / "mixed.jsonl", rows))
     data = {"train": prompts, "validation": prompts}
-    run = tutelage.train(tiny.config(tmp_path, steps=1, prompts_per_step=6, plugins=[plugin], data=data))
+    run = loop.train(tiny.config(tmp_path, steps=1, prompts_per_step=6, plugins=[plugin], data=data))
     assert metrics_of(run)[0]["trajectories"] == 2 * 3 + 4
 
 
@@ -318,7 +319,7 @@ def test_failed_groups_within_the_budget_are_shown_and_counted(
     tmp_path: Path, plugin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rollout = {"agent_loop": "fragile", "samples": 2, "max_failed_groups": 2}
-    run = tutelage.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
+    run = loop.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
     for step in metrics_of(run):
         assert step["failed_groups"] == 2
         assert step["trajectories"] == 4 * 2, "a group is trained on whole or not at all"
@@ -331,27 +332,25 @@ def test_failed_groups_within_the_budget_are_shown_and_counted(
 def test_failed_groups_above_the_budget_stop_the_run(tmp_path: Path, plugin: str) -> None:
     rollout = {"agent_loop": "fragile", "max_failed_groups": 1}
     with pytest.raises(UserError, match=r"(?s)step 1: 2 of 6 groups failed.*allows 1.*row 1 of .*the tool broke"):
-        tutelage.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
+        loop.train(fragile(tmp_path, plugin, "boom", rollout=rollout))
     assert not (tmp_path / "runs" / "run" / "metrics.jsonl").exists()
 
 
 def test_a_mistake_of_the_user_inside_a_loop_stops_the_run_as_itself(tmp_path: Path, plugin: str) -> None:
     rollout = {"agent_loop": "fragile", "max_failed_groups": 6}
     with pytest.raises(UserError, match="this row is a mistake"):
-        tutelage.train(fragile(tmp_path, plugin, "mistake", rollout=rollout))
+        loop.train(fragile(tmp_path, plugin, "mistake", rollout=rollout))
 
 
 def test_a_loop_that_raises_in_validation_stops_the_run(tmp_path: Path, plugin: str) -> None:
     prompts = str(tiny.write_prompts(tmp_path / "held.jsonl", [{"prompt": "Hi", "boom": True}]))
     settings = tiny.config(tmp_path, plugins=[plugin], rollout={"agent_loop": "fragile"}, data={"validation": prompts})
     with pytest.raises(UserError, match=r"(?s)validation failed.*the tool broke"):
-        tutelage.train(settings)
+        loop.train(settings)
 
 
 def test_lora_trains_the_adapter_alone(tmp_path: Path) -> None:
-    run = tutelage.train(
-        tiny.config(tmp_path, steps=20, student={"path": str(tmp_path / "student"), "lora": {"rank": 4}})
-    )
+    run = loop.train(tiny.config(tmp_path, steps=20, student={"path": str(tmp_path / "student"), "lora": {"rank": 4}}))
     saved = tiny.weights(run)
     assert saved
     assert all(".lora_" in name for name in saved)
@@ -362,7 +361,7 @@ def test_lora_trains_the_adapter_alone(tmp_path: Path) -> None:
 
 def test_stop_strings_end_answers(tmp_path: Path) -> None:
     stops = tuple("abcdefghijkl")
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(
             tmp_path,
             steps=2,
@@ -383,7 +382,7 @@ def test_stop_strings_end_answers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "count"), [("all", 6), ("sample", 4), ("none", 0)])
 def test_rollouts_are_kept_as_asked(tmp_path: Path, keep: str, count: int) -> None:
-    run = tutelage.train(
+    run = loop.train(
         tiny.config(tmp_path, steps=1, rollout={"samples": 2}, record={"rollouts": keep}, data={"validation": None})
     )
     assert len(RunDirectory.open(run).load_rollouts(1)) == count
@@ -391,7 +390,7 @@ def test_rollouts_are_kept_as_asked(tmp_path: Path, keep: str, count: int) -> No
 
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
-    run = tutelage.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
+    run = loop.train(tiny.config(tmp_path, record={"writers": ["tensorboard"]}))
     summary = json.loads((run / "summary.json").read_text())
     for moment in ("before", "after"):
         assert {"kl", "kl_fixed", "top1_agreement", "entropy", "length"} <= summary["eval"][moment].keys()
@@ -417,7 +416,7 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
 def test_truncated_sampling_is_said_and_measured(
     tmp_path: Path, rollout: dict[str, Any], least: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tutelage.train(tiny.config(tmp_path, steps=1, rollout=rollout, data={"validation": None}))
+    run = loop.train(tiny.config(tmp_path, steps=1, rollout=rollout, data={"validation": None}))
     said = "do not come from the distribution that is trained" in " ".join(capsys.readouterr().out.split())
     assert said == bool(rollout)
     cut = metrics_of(run)[0]["mass_cut"]
@@ -447,14 +446,14 @@ def test_distill_takes_lists(tmp_path: Path) -> None:
         "validation": {"max_tokens": 4},
     }
     run = tutelage.distill(*paths, tiny.PROMPTS, heldout=["Hi.", "Bye."], **options)
-    assert run == tmp_path / "out" / "distill"
+    assert run.path == tmp_path / "out" / "distill"
     assert [row["prompt"] for row in tiny.lines(run / "prompts.jsonl")] == tiny.PROMPTS
-    before = tiny.weights(run)
+    before = tiny.weights(run.path)
     with pytest.raises(UserError, match="already holds a run"):
         tutelage.distill(*paths, ["other prompts"], **options)
     assert [row["prompt"] for row in tiny.lines(run / "prompts.jsonl")] == tiny.PROMPTS, "the old run stays resumable"
-    tutelage.resume(run, steps=3)
-    assert not tiny.same(tiny.weights(run), before)
+    loop.resume(run, steps=3)
+    assert not tiny.same(tiny.weights(run.path), before)
     assert tutelage.distill(*paths, str(run / "prompts.jsonl"), name="again", **options).name == "again"
 
 
@@ -476,7 +475,7 @@ def test_teachers_score_while_other_episodes_are_written(
 
     monkeypatch.setattr(AgentLoopWorker, "run", watched_work)
     monkeypatch.setattr(TeacherClient, "score", watched_score)
-    tutelage.train(
+    loop.train(
         tiny.config(
             tmp_path,
             steps=1,

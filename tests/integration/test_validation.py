@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 import tiny_paint
-import tutelage
+from tutelage import loop
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.cli import main
 from tutelage.config.schema import Config
@@ -62,7 +62,7 @@ def config(root: Path, name: str, **sections: Any) -> Config:
 @pytest.fixture(scope="module")
 def straight(root: Path) -> Path:
     """The run in which nothing fails."""
-    return tutelage.train(config(root, "straight"))
+    return loop.train(config(root, "straight"))
 
 
 def saved(run: Path) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def assert_alike(one: dict[str, float], other: dict[str, float]) -> None:
 
 def test_a_prompt_that_fails_once_is_run_again(root: Path, straight: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FAULTS.append((3, tiny.PROMPTS[1], 1, RuntimeError))
-    run = tutelage.train(config(root, "once"))
+    run = loop.train(config(root, "once"))
     assert not any(times for _, _, times, _ in FAULTS)
     assert "held-out at step 3: run again after a failure: agent loop 'validation_stumbles' raised RuntimeError" in (
         " ".join(capsys.readouterr().out.split())
@@ -96,7 +96,7 @@ def test_an_evaluation_that_fails_costs_no_step(
     root: Path, straight: Path, error: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     FAULTS.append((1, tiny.PROMPTS[1], 99, error))
-    run = tutelage.train(config(root, f"failing-{error.__name__}"))
+    run = loop.train(config(root, f"failing-{error.__name__}"))
     assert "no measures of step 1, the evaluation failed" in " ".join(capsys.readouterr().out.split())
     assert measured(run).keys() == {0, 2, 3}
     for step in (2, 3):
@@ -112,7 +112,7 @@ def test_after_a_last_evaluation_that_fails_the_run_is_whole_and_resume_makes_it
 ) -> None:
     FAULTS.append((3, tiny.PROMPTS[1], 99, RuntimeError))
     with pytest.raises(UserError, match=r"(?s)all 3 steps are trained and saved in .*step-000003.*out of luck"):
-        tutelage.train(config(root, "last"))
+        loop.train(config(root, "last"))
     run = root / "runs" / "last"
     assert saved(run)[-1] == 3
     assert tiny.same(tiny.weights(run), tiny.weights(straight))
@@ -132,7 +132,7 @@ def test_prompts_that_fail_within_the_budget_are_left_out_and_counted(
 ) -> None:
     FAULTS.append((1, tiny.PROMPTS[0], 99, RuntimeError))
     sections = {"steps": 1, "validation": {"every": 1, "prompts": 3, "max_failed_prompts": 1, "retries": 2}}
-    run = tutelage.train(config(root, "budget", **sections))
+    run = loop.train(config(root, "budget", **sections))
     assert FAULTS[0][2] == 99 - 3, "tried three times"
     assert "held-out at step 1: left out of the measures" in " ".join(capsys.readouterr().out.split())
     assert measured(run)[1]["failed_prompts"] == 1
@@ -147,7 +147,7 @@ def test_an_evaluation_without_any_answer_fails_whatever_the_budget(root: Path) 
     FAULTS.extend((0, text, 99, RuntimeError) for text in tiny.PROMPTS[:3])
     validation = {"prompts": 3, "max_failed_prompts": 99, "retries": 0}
     with pytest.raises(UserError, match=r"(?s)validation failed: 3 of 3 prompts.*out of luck"):
-        tutelage.train(config(root, "none", validation=validation))
+        loop.train(config(root, "none", validation=validation))
     assert not (root / "runs" / "none" / "metrics.jsonl").exists(), "before the first step it stops the run"
 
 
@@ -163,7 +163,7 @@ def test_an_error_of_another_kind_finds_the_step_saved(root: Path, monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(Evaluator, "__call__", broken)
         with pytest.raises(ZeroDivisionError):
-            tutelage.train(config(root, "broken"))
+            loop.train(config(root, "broken"))
     assert saved(root / "runs" / "broken") == (1, 2)
 
 
@@ -197,9 +197,9 @@ def test_a_reward_that_fails_once_in_the_last_validation_loses_nothing(root: Pat
         data={"train": str(train)},
     )
     del settings["teachers"]
-    run = tutelage.train(Config.model_validate(settings))
+    run = loop.train(Config.model_validate(settings))
     place.touch()
-    tutelage.resume(run, steps=2)
+    loop.resume(run, steps=2)
     assert not place.exists(), "it failed"
     assert saved(run)[-1] == 2
     assert measured(run).keys() == {0, 1, 2}
@@ -227,5 +227,5 @@ def test_pictures_of_prompts_that_fail_are_left_out(tmp_path: Path) -> None:
         rollout={"max_failed_groups": 9},
         validation={"prompts": 3, "max_failed_prompts": 1},
     )
-    run = tutelage.train(made)
+    run = loop.train(made)
     assert [line["failed_prompts"] for line in measured(run).values()] == [1, 1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.config.schema import Config
 from tutelage.errors import UserError
 from tutelage.record import notes
@@ -30,12 +30,12 @@ def quiet(root: Path, **sections: Any) -> Config:
 
 
 def test_answers_that_are_all_cut_off_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tutelage.train(quiet(tmp_path, rollout={"max_tokens": 1}))
+    loop.train(quiet(tmp_path, rollout={"max_tokens": 1}))
     text = said(capsys)
     assert text.count(CUT_OFF) == 1
     assert f"step 1: all 3 {CUT_OFF}" in text
     assert "raise rollout.max_tokens (1)" in text
-    tutelage.train(quiet(tmp_path, name="wanted", rollout={"min_tokens": 2, "max_tokens": 2}))
+    loop.train(quiet(tmp_path, name="wanted", rollout={"min_tokens": 2, "max_tokens": 2}))
     assert CUT_OFF not in said(capsys), "the recipe wants answers of this length"
 
 
@@ -48,11 +48,11 @@ def test_some_answers_that_end_are_enough() -> None:
 
 def test_a_teacher_that_is_the_student_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = str(tiny.save(tmp_path / "student", seed=0))
-    tutelage.train(quiet(tmp_path, teachers={"main": {"path": own, "dtype": "float32"}}))
+    loop.train(quiet(tmp_path, teachers={"main": {"path": own, "dtype": "float32"}}))
     text = said(capsys)
     assert text.count(AGREES) == 1
     assert f"teachers.main.path = {own}" in text
-    tutelage.train(quiet(tmp_path, name="other"))
+    loop.train(quiet(tmp_path, name="other"))
     assert AGREES not in said(capsys)
 
 
@@ -71,10 +71,10 @@ def test_collapsed_entropy_is_said_once(
     data = {"validation": None}
     settings = tiny.settings(tmp_path, steps=2, algorithm={"name": "grpo"}, rewards=rewards, rollout=rollout, data=data)
     del settings["teachers"]
-    tutelage.train(Config.model_validate(settings))
+    loop.train(Config.model_validate(settings))
     assert COLLAPSED not in said(capsys)
     monkeypatch.setattr(notes, "COLLAPSED", 100.0)
-    tutelage.train(Config.model_validate({**settings, "name": "collapsed"}))
+    loop.train(Config.model_validate({**settings, "name": "collapsed"}))
     text = said(capsys)
     assert text.count(COLLAPSED) == 1
     assert "raise algorithm.entropy (0)" in text
@@ -97,7 +97,7 @@ def test_a_missing_chat_template_is_said_once(tmp_path: Path, who: str) -> None:
     kept = path / "tokenizer_config.json"
     kept.write_text(json.dumps({k: v for k, v in json.loads(kept.read_text()).items() if k != "chat_template"}))
     with pytest.raises(UserError) as stopped:
-        tutelage.train(Config.model_validate(settings))
+        loop.train(Config.model_validate(settings))
     key = "student.path" if who == "student" else "teachers.main.path"
     assert str(stopped.value).count("chat template") == 1
     assert str(stopped.value).startswith(f"{key} = {path}: the tokenizer has no chat template: set data.template: none")

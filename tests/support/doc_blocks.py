@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,11 +34,12 @@ import tiny
 import tutelage.api
 import tutelage.certify
 from repository import ROOT
-from tutelage import cli
+from tutelage import cli, loop
 from tutelage.algorithms.objectives import OBJECTIVES
 from tutelage.certify import ALL_CHECKS, files
 from tutelage.config.load import load
 from tutelage.config.schema import Config
+from tutelage.record.callbacks import Callbacks
 from tutelage.rewards.contract import REWARDS
 from tutelage.rollout.contract import LOOPS
 from tutelage.toys.digits import RECIPE, build
@@ -183,7 +185,7 @@ class Runner:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.printed: str | None = None
         """The output of the last console block."""
-        certify, train = tutelage.certify.certify, tutelage.api.train
+        certify, train = tutelage.certify.certify, loop.train
 
         def narrow(names: list[str] | None = None, **settings: Any) -> Any:
             """Certify less: test_certify covers the whole table, which takes a minute."""
@@ -191,12 +193,13 @@ class Runner:
                 return certify(["k2"], checks=("target", "plain"))
             return certify(names, checks=[check for check in ALL_CHECKS if check != "processes"], **settings)
 
-        def short(config: Config) -> Path:
+        def short(config: Config, callbacks: Callbacks) -> Path:
             few = config.rollout.model_copy(update={"max_tokens": 4})
-            return train(config.model_copy(update={"steps": 2, "prompts_per_step": 2, "threads": 1, "rollout": few}))
+            changes = {"steps": 2, "prompts_per_step": 2, "threads": 1, "rollout": few}
+            return train(config.model_copy(update=changes), callbacks)
 
         patch.setattr(tutelage.certify, "certify", narrow)
-        patch.setattr(tutelage.api, "train", short)
+        patch.setattr(tutelage.api, "loop", SimpleNamespace(train=short, resume=loop.resume))
 
     def run(self, block: Block) -> None:
         if block.skipped:

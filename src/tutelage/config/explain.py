@@ -131,12 +131,54 @@ def _known(section: type[Section], prefix: KeyPath = ()) -> Iterator[KeyPath]:
             yield from _known(inner, below)
 
 
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "n": "rollout.samples",
+    "num_generations": "rollout.samples",
+    "group_size": "rollout.samples",
+    "per_device_train_batch_size": "prompts_per_step",
+    "train_batch_size": "prompts_per_step",
+    "batch_size": "prompts_per_step",
+    "gradient_accumulation_steps": "optimizer.micro_batch_tokens",
+    "max_completion_length": "rollout.max_tokens",
+    "max_response_length": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "total_epochs": "steps",
+    "beta": "algorithm.kl",
+    "kl_coef": "algorithm.kl",
+    "kl_loss_coef": "algorithm.kl",
+    "num_iterations": "algorithm.epochs",
+    "ppo_epochs": "algorithm.epochs",
+    "epsilon": "algorithm.clip_low",
+    "clip_ratio": "algorithm.clip_low",
+    "max_grad_norm": "optimizer.clip_norm",
+    "output_dir": "out",
+    "save_steps": "checkpoint.every",
+    "eval_steps": "validation.every",
+    "train_dataset": "data.train",
+    "eval_dataset": "data.validation",
+    "reward_funcs": "rewards",
+    "report_to": "record.writers",
+    "bf16": "student.dtype",
+    "torch_dtype": "student.dtype",
+    "lora_r": "student.lora.rank",
+    "lora_alpha": "student.lora.alpha",
+    "model_name_or_path": "student.path",
+}
+"""Names of settings in other trainers, and the keys for the same thing here. They are suggested, never accepted."""
+
+
 def _suggestion(path: KeyPath, root: type[RunConfig]) -> str:
     """Suggest keys for an unknown one: similar keys in its section, or keys of the same name in other sections."""
     section, name = path[:-1], path[-1]
+    known = list(_known(root))
+    if name in ELSEWHERE and tuple(ELSEWHERE[name].split(".")) in known:
+        return f"; the key for that is {ELSEWHERE[name]}"
     siblings = [key for owner in sections(type_at(section, root)) for key in owner.model_fields]
     near = [".".join((*section, key)) for key in difflib.get_close_matches(name, siblings, n=1)]
-    known = list(_known(root))
     near += [".".join(key) for key in known if key[-1] == name or ".".join(key) == name][:3]
     if not near:
         alike = set(difflib.get_close_matches(name, {key[-1] for key in known}, n=1, cutoff=0.75))

@@ -13,7 +13,7 @@ directory, as are paths on the command line and in a file written by `dump`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -28,6 +28,7 @@ from tutelage.config.explain import explain, sections, type_at
 from tutelage.config.schema import Config, RunConfig
 from tutelage.config.shipped import find_recipe
 from tutelage.config.tree import (
+    ARGUMENTS,
     DEFAULT,
     RESOLVED_HEADER,
     Branch,
@@ -76,6 +77,35 @@ def load(recipe: str | Path, overrides: Sequence[str] = (), folder: Path | None 
         raise ConfigError(mistakes)
     for change in changes:
         tree = merge(tree, change)
+    return _validated(tree, mistakes)
+
+
+def load_settings(settings: Mapping[str, Any], recipe: str | Path | None = None) -> RunConfig:
+    """Validate settings that a Python program gives as nested dicts, over those of a recipe if there is one. Raises
+    ConfigError with all mistakes."""
+    mistakes: list[Mistake] = []
+    tree = read_recipe(find_recipe(recipe), (), mistakes) if recipe is not None else Branch({}, ARGUMENTS)
+    if tree is None:
+        raise ConfigError(mistakes)
+    return _validated(merge(tree, _branch(settings)), mistakes).config
+
+
+def _branch(settings: Mapping[str, Any]) -> Branch:
+    children = {
+        str(name): _branch(value) if isinstance(value, Mapping) else Leaf(_listed(value), ARGUMENTS)
+        for name, value in settings.items()
+    }
+    return Branch(children, ARGUMENTS)
+
+
+def _listed(value: Any) -> Any:
+    """Settings as YAML has them: lists and strings in place of tuples and paths."""
+    if isinstance(value, Path):
+        return str(value)
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _validated(tree: Branch, mistakes: list[Mistake]) -> Loaded:
     root = root_of(tree)
     try:
         config = root.model_validate(_plain(tree, (), root))

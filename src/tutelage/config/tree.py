@@ -15,6 +15,8 @@ import yaml
 from tutelage.config.shipped import shipped_recipes
 
 COMMAND_LINE = "command line"
+ARGUMENTS = "arguments"
+"""The origin of settings that a Python program gives."""
 DEFAULT = "default"
 RESOLVED_HEADER = "# Resolved by tutelage: every value of the run. Relative paths are from the working directory.\n"
 RESOLVED_HEADERS = (RESOLVED_HEADER, RESOLVED_HEADER.replace("tutelage", "understudy"))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.assemble import assemble
 from tutelage.config.engines import ENGINES, SCORE_FIELDS, Abilities
 from tutelage.data.trajectory import Key
@@ -176,7 +176,7 @@ def test_an_engine_that_nobody_drives_trains_as_the_embedded_one(tmp_path: Path,
     for kind in ("torch", "apart"):
         teacher = {"path": str(tmp_path / "teacher"), "dtype": "float32", "engine": {"kind": kind}}
         sections = {"engine": {"kind": kind}, "teachers": {"main": teacher}, "optimizer": {"name": "sgd", "lr": 1.0}}
-        runs[kind] = tutelage.train(tiny.config(tmp_path, name=kind, **sections))
+        runs[kind] = loop.train(tiny.config(tmp_path, name=kind, **sections))
     student, teacher = apart
     assert {1, 2, 3, 4} <= set(student.loaded), "weights were not pushed"
     assert set(teacher.loaded) == {-1}, "a teacher drops its caches and takes no weights"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tiny
 import tiny_paint
-import tutelage
+from tutelage import loop
 from tutelage.config.diffusion import DiffusionConfig
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch
@@ -319,7 +319,7 @@ def test_distillation_is_the_kl_of_two_gaussians(root: Path) -> None:
 def test_distillation_brings_the_student_closer(root: Path) -> None:
     sections = {"data": {"validation": None}, "rollout": {"window": 0}, "optimizer": {"lr": 1e-3}}
     config = distillation(root, tiny_paint.teacher(root), name="closer", steps=8, **sections)
-    losses = [line["divergence"] for line in tiny.lines(tutelage.train(config) / "metrics.jsonl")]
+    losses = [line["divergence"] for line in tiny.lines(loop.train(config) / "metrics.jsonl")]
     assert losses[-1] < 0.9 * losses[0]
 
 

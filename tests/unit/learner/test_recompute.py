@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import tiny
 import tiny_paint
-import tutelage
 from learner_batches import LIMITS, algorithm, make_batch
+from tutelage import loop
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
 from tutelage.learner.step import Learner, Trainable
@@ -77,7 +77,7 @@ def test_less_is_kept_for_the_way_back(tmp_path: Path) -> None:
 
 def test_a_run_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     plain, again = (
-        tutelage.train(tiny.config(tmp_path, name=f"run{number}", steps=2, learner=learner))
+        loop.train(tiny.config(tmp_path, name=f"run{number}", steps=2, learner=learner))
         for number, learner in enumerate(({}, RECOMPUTE))
     )
     assert tiny.same(tiny.weights(plain), tiny.weights(again))

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 import tiny
-import tutelage
 from learner_batches import LIMITS, make_batch
+from tutelage import loop
 from tutelage.algorithms.policy import ReadLogp
 from tutelage.data.ragged import Ragged
 from tutelage.errors import UserError
@@ -216,7 +216,7 @@ def gaps(run: Path) -> dict[int, float]:
 
 
 def test_every_run_logs_it_once_and_a_resumed_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tutelage.train(tiny.config(tmp_path, steps=2, data={"validation": None}))
+    run = loop.train(tiny.config(tmp_path, steps=2, data={"validation": None}))
     assert gaps(run).keys() == {1}
     assert gaps(run)[1] < 1e-4
     assert "reference_gap" in capsys.readouterr().out
@@ -229,9 +229,9 @@ def test_the_comparison_leaves_no_trace_in_training(tmp_path: Path, monkeypatch:
         algorithm = {"objective": "k1", "form": "policy_gradient"}
         return tiny.config(tmp_path, name=name, steps=2, data={"validation": None}, algorithm=algorithm)
 
-    with_it = tutelage.train(config("with"))
+    with_it = loop.train(config("with"))
     monkeypatch.setattr(ReferenceCheck, "__call__", lambda *_: {})
-    without = tutelage.train(config("without"))
+    without = loop.train(config("without"))
     assert gaps(without) == {}
     assert tiny.same(tiny.weights(with_it), tiny.weights(without))
 
@@ -244,9 +244,9 @@ def test_a_run_whose_packs_ignore_windows_stops_before_it_learns(
     model.set_attn_implementation("sdpa")
     model.save_pretrained(tmp_path / "student")
     tiny.tokenizer().save_pretrained(tmp_path / "student")
-    tutelage.train(tiny.config(tmp_path, name="right", steps=1, data={"validation": None}))
+    loop.train(tiny.config(tmp_path, name="right", steps=1, data={"validation": None}))
     monkeypatch.setattr(causal_lm, "sights_of", lambda model, tokens: {})
     monkeypatch.setattr(text_models, "check_copy", lambda config: None)
     with pytest.raises(UserError, match="stops before the update"):
-        tutelage.train(tiny.config(tmp_path, name="wrong", steps=1, data={"validation": None}))
+        loop.train(tiny.config(tmp_path, name="wrong", steps=1, data={"validation": None}))
     assert not (tmp_path / "runs" / "wrong" / "metrics.jsonl").exists()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.algorithms.build import build_algorithm
 from tutelage.config.schema import Config
 from tutelage.data.trajectory import Key
@@ -157,7 +157,7 @@ def test_a_student_that_is_its_teacher_stands_still_at_a_matched_temperature_onl
             rollout={"temperature": 0.5},
             teachers={"main": {"path": str(tmp_path / "student"), "dtype": "float32", "temperature": teacher}},
         )
-        run = tutelage.train(Config.model_validate(settings))
+        run = loop.train(Config.model_validate(settings))
         summary = json.loads((run / "summary.json").read_text())
         kl[teacher] = [summary["eval"][when]["kl"] for when in ("before", "after")]
         said = " ".join(capsys.readouterr().out.split())

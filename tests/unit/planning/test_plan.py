@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import tiny
-import tutelage
 from repository import ROOT
+from tutelage import loop
 from tutelage.algorithms.build import build_algorithm
 from tutelage.assemble import assemble
 from tutelage.backends.inline import InlineBackend
@@ -156,7 +156,7 @@ def test_the_columns_are_those_of_a_real_update(case: str, tmp_path: Path, monke
         return real(model, optimizer, batch, *rest)
 
     monkeypatch.setattr(module, "update", update)
-    tutelage.train(config)
+    loop.train(config)
     assert batches
     for batch in batches:
         present = {

@@ -221,7 +221,7 @@ def test_a_run_whose_dialogues_fill_the_context(root: Path, name: str) -> None:
         "record": {"rollouts": "all"},
     }
     settings = tiny.settings(root, name=name, **sections) | chosen
-    run = tutelage.train(tutelage.Config.model_validate(settings))
+    run = loop.train(tutelage.Config.model_validate(settings))
     summary = RunDirectory.open(run).load_summary()
     assert summary["failed_groups"] == []
     assert all(value == value for when in ("before", "after") for value in summary["eval"][when].values())

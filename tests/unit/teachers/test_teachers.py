@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tiny
-import tutelage
+from tutelage import loop
 from tutelage.config.objectives import PayloadName
 from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
 from tutelage.engines.contract import ScoreRequest, Scores, Want
@@ -411,7 +411,7 @@ def test_a_teacher_is_loaded_once_and_scores_every_step(tmp_path: Path, monkeypa
     monkeypatch.setattr("tutelage.modality.text_models.load_causal_lm", counting)
     monkeypatch.setattr(TorchEngine, "score", watched_score)
     monkeypatch.setattr(TorchEngine, "load", watched_load)
-    tutelage.train(tiny.config(tmp_path, steps=3, data={"validation": None}))
+    loop.train(tiny.config(tmp_path, steps=3, data={"validation": None}))
     assert sorted(loads) == ["student", "teacher"]
     assert len(scored) == 9  # three prompts in each of three steps
     assert len(set(map(id, scored))) == 1
