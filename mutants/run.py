@@ -1,6 +1,7 @@
 """Draw mutants with a fixed seed, run the tests that cover each, and report the ones that no test detects.
 
 python -m mutants.run                 the whole sample and the named mutants
+python -m mutants.run --resume        go on with a run that was interrupted
 python -m mutants.run --only NAME     some of them, by the names in the report
 python -m mutants.run --list          print the sample without running it
 """
@@ -291,17 +292,28 @@ def caught_before() -> dict[str, str]:
     return {name: test for name, test in known.items() if (ROOT / test.split("::")[0]).is_file()}
 
 
-def judge_all(drawn: Sequence[Mutant], workers: int) -> list[Outcome]:
+def caught_so_far() -> list[Outcome]:
+    """Return the mutants that an interrupted run has caught."""
+    log = WORK / "outcomes.jsonl"
+    found = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log.is_file() else []
+    return list({outcome.name: outcome for outcome in found if outcome.caught}.values())
+
+
+def judge_all(drawn: Sequence[Mutant], workers: int, done: Sequence[Outcome] = ()) -> list[Outcome]:
     """Judge mutants: first with the test that caught each in the last whole run, then, where that does not catch it any
-    more, with all tests of its line. Mutants of accepted.json are survivors and are not run."""
+    more, with all tests of its line. Mutants of accepted.json are survivors and are not run. `done` are outcomes of an
+    interrupted run."""
     accepted = set(json.loads((HERE / "accepted.json").read_text()))
     before = caught_before()
+    names = {mutant.name for mutant in drawn} - accepted
     outcomes = [Outcome.of(mutant, "survived", "accepted") for mutant in drawn if mutant.name in accepted]
-    waiting = [mutant for mutant in drawn if mutant.name not in accepted]
+    outcomes += [outcome for outcome in done if outcome.name in names]
+    names -= {outcome.name for outcome in outcomes}
+    waiting = [mutant for mutant in drawn if mutant.name in names]
     hinted = [Job(mutant, (before[mutant.name],), 300.0) for mutant in waiting if mutant.name in before]
     outcomes += [outcome for outcome in run(hinted, workers) if outcome.caught] if hinted else []
-    done = {outcome.name for outcome in outcomes}
-    if waiting := [mutant for mutant in waiting if mutant.name not in done]:
+    names -= {outcome.name for outcome in outcomes}
+    if waiting := [mutant for mutant in waiting if mutant.name in names]:
         covered = sorted({*targets(ROOT), *(named.path for named in NAMED)})
         tests = measure(ROOT, WORK, covered, test_files(ROOT))
         outcomes += run([chosen(mutant, tests) for mutant in waiting], workers)
@@ -312,6 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="names of mutants to run")
     parser.add_argument("--list", action="store_true", help="print the sample and stop")
+    parser.add_argument("--resume", action="store_true", help="keep what an interrupted run has caught")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     drawn = [*(named.mutant(ROOT) for named in NAMED), *sample()]
@@ -322,7 +335,9 @@ def main() -> None:
             print(_where(Outcome.of(mutant, "")))
         return
     WORK.mkdir(exist_ok=True)
-    outcomes = judge_all(drawn, args.workers)
+    if not args.resume and not args.only:
+        (WORK / "outcomes.jsonl").unlink(missing_ok=True)
+    outcomes = judge_all(drawn, args.workers, caught_so_far() if args.resume else ())
     if not args.only:
         sys.exit(report(outcomes))
 
