@@ -145,12 +145,21 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
     assert whole == {str([list(range(8))])}
 
 
+def recipe(**algorithm: Any) -> Config:
+    settings = {"student": {"path": "small"}, "data": {"train": "p.jsonl"}, "rollout": {"samples": 2}}
+    rewards = {"right": {"function": "exact_match"}}
+    return Config.model_validate({**settings, "rewards": rewards, "algorithm": {"name": "grpo", **algorithm}})
+
+
+def test_the_default_schedule_is_that_of_a_recipe_that_names_none() -> None:
+    found = schedule_of(recipe(), 1)
+    assert found == Schedule(seed=found.seed)
+    assert found != schedule_of(recipe(epochs=2), 1)
+
+
 def test_seeds_of_schedules_are_small_enough_for_generators() -> None:
     """The seed of an epoch is computed from that of the step, and torch takes 64 bits."""
-    settings = {"student": {"path": "small"}, "data": {"train": "p.jsonl"}, "rollout": {"samples": 2}}
-    config = Config.model_validate(
-        {**settings, "rewards": {"right": {"function": "exact_match"}}, "algorithm": {"name": "grpo", "minibatches": 2}}
-    )
+    config = recipe(minibatches=2)
     batch = Batch(keys_of([1] * 12), {})
     dealt = [minibatches(batch, schedule_of(config, step), epoch) for step in range(1, 21) for epoch in range(2)]
     assert all(sorted([*first, *second]) == list(range(12)) for first, second in dealt)
