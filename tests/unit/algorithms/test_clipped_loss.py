@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from tutelage.algorithms.distill import distill
 from tutelage.algorithms.policy import ClippedLoss, PolicySettings
 from tutelage.losses.contract import ModelOut
 
@@ -40,3 +41,23 @@ def test_a_bonus_rewards_entropy() -> None:
     plain, found = (each(ModelOut(logits, torch.tensor([0, 2]), lambda h: h, 1.0), columns) for each in (LOSS, loss))
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(found.per_action["loss"], plain.per_action["loss"] - 0.1 * entropy)
+
+
+def test_estimates_of_the_sampled_token_are_weighted_in_later_updates() -> None:
+    """Tokens were drawn by the weights before the updates: each counts as often as the student draws it now."""
+    logits = torch.tensor([[0.4, -0.2, 0.1], [0.0, 1.0, -1.0]], requires_grad=True)
+    ids = torch.tensor([0, 1])
+    columns = {
+        "behaviour_logp": torch.tensor([-1.2, -0.9]),
+        "old_logp": torch.tensor([-1.2, -0.9]),
+        "teacher_logp": torch.tensor([-0.4, -2.0]),
+    }
+    first, later = (
+        distill(objective="k2", task_weight=0.5, policy=PolicySettings(several_updates=several)).losses[0]
+        for several in (False, True)
+    )
+    out = ModelOut(logits, ids, lambda h: h, 1.0)
+    plain, weighted = first(out, columns), later(out, columns)
+    ratio = (out.logp.detach() - columns["old_logp"]).exp()
+    torch.testing.assert_close(weighted.per_action["loss"], plain.per_action["loss"] * ratio)
+    torch.testing.assert_close(weighted.per_action["divergence"], plain.per_action["divergence"])
