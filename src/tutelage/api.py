@@ -31,7 +31,7 @@ from tutelage.rollout.contract import LOOPS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Rows = Any
+PromptRows = Any
 """A file, a hub id, a list of prompts, messages or rows, a `datasets.Dataset` or a pandas DataFrame."""
 RewardsGiven = Reward | str | Sequence[Reward | str] | Mapping[str, Any]
 """A function of the answer, the name of a built-in reward, several of them, or sections by name as in a recipe."""
@@ -101,7 +101,7 @@ class FinishedRun:
 
         with tempfile.TemporaryDirectory() as directory:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                self.export(Path(directory) / "model", checkpoint)
+                self.export(Path(directory) / "model", checkpoint), trust_remote_code=False
             )
         return model
 
@@ -117,9 +117,9 @@ class FinishedRun:
 def distill(
     student: Any,
     teacher: Any,
-    prompts: Rows,
+    prompts: PromptRows,
     *,
-    heldout: Rows | None = None,
+    heldout: PromptRows | None = None,
     tokenizer: Any = None,
     objective: Callable[..., Any] | None = None,
     name: str = "distill",
@@ -140,9 +140,9 @@ def distill(
 def grpo(
     model: Any,
     reward: RewardsGiven,
-    prompts: Rows,
+    prompts: PromptRows,
     *,
-    heldout: Rows | None = None,
+    heldout: PromptRows | None = None,
     tokenizer: Any = None,
     name: str = "grpo",
     **settings: Any,
@@ -164,9 +164,9 @@ def grpo(
 def ppo(
     model: Any,
     reward: RewardsGiven,
-    prompts: Rows,
+    prompts: PromptRows,
     *,
-    heldout: Rows | None = None,
+    heldout: PromptRows | None = None,
     tokenizer: Any = None,
     name: str = "ppo",
     **settings: Any,
@@ -179,9 +179,9 @@ def ppo(
 def flow_grpo(
     model: str | Path | Mapping[str, Any],
     reward: RewardsGiven,
-    prompts: Rows,
+    prompts: PromptRows,
     *,
-    heldout: Rows | None = None,
+    heldout: PromptRows | None = None,
     name: str = "flow_grpo",
     **settings: Any,
 ) -> FinishedRun:
@@ -316,8 +316,8 @@ def _train(
     settings: dict[str, Any],
     rewards: dict[str, Any],
     models: Mapping[str, Any],
-    prompts: Rows,
-    heldout: Rows | None,
+    prompts: PromptRows,
+    heldout: PromptRows | None,
     tokenizer: Any,
     name: str,
     algorithm: str,
@@ -387,15 +387,15 @@ def _save(model: Any, tokenizer: Any, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _is_place(rows: Rows) -> bool:
+def _is_place(rows: PromptRows) -> bool:
     return isinstance(rows, str | Path)
 
 
-def _place(rows: Rows, written: Path) -> str:
+def _place(rows: PromptRows, written: Path) -> str:
     return str(rows) if _is_place(rows) else str(written)
 
 
-def rows_of(rows: Rows) -> Iterator[dict[str, Any]]:
+def rows_of(rows: PromptRows) -> Iterator[dict[str, Any]]:
     """Yield the rows of prompts that are given in memory."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         rows = rows.to_dict("records")  # a DataFrame

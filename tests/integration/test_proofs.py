@@ -124,7 +124,8 @@ def test_the_page_of_the_docs_is_made_from_the_records() -> None:
 def test_a_run_over_text_in_one_process_loads_nothing_that_its_record_does_not_depend_on(tmp_path: Path) -> None:
     """Otherwise a change there would not mark the record stale."""
     code = (
-        "import sys, tiny, tutelage; from pathlib import Path; root = Path(sys.argv[1]); tiny.settings(root)\n"
+        "import sys, tiny; from pathlib import Path; from tutelage import loop\n"
+        "root = Path(sys.argv[1]); tiny.settings(root)\n"
         "loop.train(tiny.config(root, name='small', steps=1))\n"
         "print(*sorted(n.removeprefix('tutelage.').replace('.', '/') for n in sys.modules if 'tutelage.' in n))"
     )

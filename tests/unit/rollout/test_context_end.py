@@ -17,6 +17,7 @@ from tutelage.data.trajectory import COLUMNS, Column, Episode, EpisodeKey, Messa
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
+from tutelage.loop import train
 from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.record import RunDirectory
@@ -221,7 +222,7 @@ def test_a_run_whose_dialogues_fill_the_context(root: Path, name: str) -> None:
         "record": {"rollouts": "all"},
     }
     settings = tiny.settings(root, name=name, **sections) | chosen
-    run = loop.train(tutelage.Config.model_validate(settings))
+    run = train(tutelage.Config.model_validate(settings))
     summary = RunDirectory.open(run).load_summary()
     assert summary["failed_groups"] == []
     assert all(value == value for when in ("before", "after") for value in summary["eval"][when].values())
