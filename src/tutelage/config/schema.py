@@ -83,7 +83,14 @@ class TextStudentSettings(ModelSettings):
     """Train a low-rank adapter instead of all weights."""
 
 
-class TextScorerSettings(Section):
+class ScorerSettings(Section):
+    """Settings shared by the scoring engines of all modalities."""
+
+    kind: str
+    """Engine that scores."""
+
+
+class TextScorerSettings(ScorerSettings):
     kind: str = "torch"
     """Engine that scores: torch, in the process of its replica."""
 
@@ -96,6 +103,8 @@ class TextScorerSettings(Section):
 class TeacherSettings(ModelSettings):
     """Settings shared by the teachers of all modalities."""
 
+    engine: ScorerSettings
+    """The engine of its replicas."""
     pool: Annotated[str | None, ON_RAY] = None
     """Pool of the teacher's replicas, which no other member may use; null uses the pool with the teacher's name."""
 
