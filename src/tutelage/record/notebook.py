@@ -37,7 +37,7 @@ class NotebookBar:
         self._handle: Any = None
 
     def start(self) -> None:
-        from IPython.display import HTML, display  # type: ignore[import-not-found]
+        from IPython.display import HTML, display
 
         self._handle = display(HTML(self._state().html()), display_id=True)
         self._thread = threading.Thread(target=self._update, args=(HTML,), name="notebook-bar", daemon=True)
