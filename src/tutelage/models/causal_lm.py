@@ -181,12 +181,12 @@ class CausalLM:
             self._sights = sights_of(self.model, sequences[1].to(self.device))
             self._classes = make_lean(self.model)
             hidden, plan = self.prefill(pack(sequences, shortest_prefix=2))
+            gap = relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)
         except UnsupportedAttention:
             raise
         except Exception as error:
             raise UnsupportedAttention(f"{name} cannot be computed on packs: {_said(error)}") from error
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 5e-2
-        gap = relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)
         if bool(torch.isfinite(expected).all()) and not gap <= tolerance:  # NaN is not
             raise UnsupportedAttention(
                 f"{name} computes something else on packs than on its own (relative gap {gap:.2g}): "

@@ -60,7 +60,13 @@ def check_files(settings: ModelSettings) -> tuple[Reach | None, str | None]:
     return reach_of(config), check_copy(config)
 
 
-def _check(config: PretrainedConfig) -> str | None:
+class NoCopy(Exception):
+    """No small copy of an architecture can be built."""
+
+
+def small_model(config: PretrainedConfig) -> tuple[PreTrainedModel, list[Tensor]]:
+    """Build a small copy, always with the same weights. Returns it with eager attention, and its own logits of some
+    sequences."""
     problem = ""
     for narrow in (True, False):  # if narrow layers are inconsistent, try the original widths
         try:
@@ -71,14 +77,22 @@ def _check(config: PretrainedConfig) -> str | None:
             problem = problem or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
         if all(bool(torch.isfinite(logits).all()) for logits in expected):
-            set_attention(model, packs=True)
-            _compare(model, expected)
-            return None
+            return model, expected
         problem = problem or "its logits are not finite"
-    return (
-        f"no small copy of {config.model_type} could be made to see how it computes long sequences ({problem}): "
-        "windows and length thresholds are checked on the first batch of the run only"
-    )
+    raise NoCopy(problem)
+
+
+def _check(config: PretrainedConfig) -> str | None:
+    try:
+        model, expected = small_model(config)
+    except NoCopy as problem:
+        return (
+            f"no small copy of {config.model_type} could be made to see how it computes long sequences ({problem}): "
+            "windows and length thresholds are checked on the first batch of the run only"
+        )
+    set_attention(model, packs=True)
+    _compare(model, expected)
+    return None
 
 
 @contextmanager

@@ -219,6 +219,7 @@ def test_a_window_that_packs_ignored_is_found_on_the_small_copy(monkeypatch: pyt
     ("kind", "settings", "said"),
     [
         ("diffllama", {}, "DiffLlamaForCausalLM computes something else when it decodes token by token"),
+        ("electra", {"is_decoder": True}, "ElectraForCausalLM cannot be computed on packs: RuntimeError"),
         ("falcon", {"alibi": True}, "FalconAttention adds a bias to the scores of each head"),
         ("gptj", {}, r"GPTJForCausalLM \(model_type 'gptj'\) computes attention by itself"),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}, "Lfm2ForCausalLM computes"),
