@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test check bench prove mutants clean setup
+.PHONY: quickstart test check bench prove mutants models clean setup
 
 setup: $(READY)
 
@@ -42,6 +42,10 @@ bench: $(READY)
 # Faults in the code that decides what is learned; the tests must notice them. Wants an idle machine.
 mutants: $(READY)
 	$(BIN)/python -m mutants.run
+
+# Every causal language model of transformers on the embedded engine; writes docs/models.md. Takes a minute.
+models: $(READY)
+	$(BIN)/python -m models_table.run
 
 prove: $(READY)
 	$(BIN)/python proofs/run.py
