@@ -15,6 +15,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model.path": ("student.path",),
     "critic.model.path": (),
     "teacher_model_name_or_path": ("teachers.NAME.path",),
+    "teacher_models": ("teachers",),
     "teacher_model": ("teachers.NAME.path",),
     "model_path": ("teachers.NAME.path",),
     "bf16": ("student.dtype",),
@@ -99,7 +100,9 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "use_kl_loss": ("algorithm.kl",),
     "use_kl_in_reward": ("algorithm.kl_in",),
     "kl_loss_type": ("algorithm.kl_estimator",),
+    "use_bias_correction_kl": ("algorithm.kl_estimator",),
     "filter_groups": ("algorithm.resample",),
+    "filter_groups.enable": ("algorithm.resample",),
     "gamma": ("algorithm.discount",),
     "lam": ("algorithm.gae_lambda",),
     "cliprange_value": ("algorithm.value_clip",),
@@ -110,6 +113,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "rollout_is": ("algorithm.importance",),
     "rollout_is_threshold": ("algorithm.importance_cap",),
     # distillation
+    "distillation.enabled": ("algorithm.name",),
     "loss_mode": ("algorithm.objective",),
     "topk": ("algorithm.top_k",),
     "use_policy_gradient": ("algorithm.form",),
@@ -148,6 +152,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "logger": ("record.writers",),
     "project_name": ("record.writers",),
     "log_completions": ("record.rollouts",),
+    "nnodes": ("pools.NAME.replicas",),
     "n_gpus_per_node": ("pools.NAME.replicas",),
     "num_replicas": ("pools.NAME.replicas",),
 }

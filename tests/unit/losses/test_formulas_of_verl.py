@@ -4,9 +4,11 @@ docs/from_verl.md."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from peers import (
@@ -21,6 +23,7 @@ from peers import (
     verl_value,
 )
 from tutelage.algorithms.advantages import Aggregation, aggregation_weights, gae, group_advantages, return_to_go, whiten
+from tutelage.config.schema import Config
 from tutelage.data.ragged import Ragged
 from tutelage.losses.distillation import (
     absolute,
@@ -128,6 +131,34 @@ def test_the_advantage_of_a_distillation_is_bounded_by_loss_max_clamp_only() -> 
     theirs = -verl_kl(student, teacher, "k1").clamp(-10, 10)
     assert theirs.tolist() == [-3.0, -10.0]
     assert (-k1(student, teacher)).tolist() == [-3.0, -29.0]
+
+
+def distilling(**sections: Any) -> Config:
+    given = {"student": {"path": "m"}, "teachers": {"big": {"path": "m"}}, "data": {"train": "p"}, **sections}
+    return Config.model_validate(given)
+
+
+def test_a_teacher_is_at_temperature_1_unless_it_is_set() -> None:
+    """As in verl, whose student is at the temperature of the rollout."""
+    config = distilling(rollout={"temperature": 0.5})
+    assert (config.student_temperature, config.teacher_temperature("big")) == (0.5, 1.0)
+    matched = distilling(rollout={"temperature": 0.5}, teachers={"big": {"path": "m", "temperature": "match"}})
+    assert matched.teacher_temperature("big") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        ({"objective": "forward_kl_topk", "form": "policy_gradient"}, "as an advantage it has no gradient"),
+        ({"objective": "k1"}, "no gradient in expectation when differentiated"),
+        ({"name": "grpo"}, "rollout.samples must be at least 2"),
+    ],
+)
+def test_what_is_refused_here(algorithm: dict[str, Any], reason: str) -> None:
+    """verl warns of the first, refuses the second too, and gives a group of one its score."""
+    rewarded = {"teachers": {}, "rewards": {"right": {"function": "exact_match"}}} if "name" in algorithm else {}
+    with pytest.raises(ValidationError, match=reason):
+        distilling(algorithm=algorithm, **rewarded)
 
 
 # ── the policy loss ──────────────────────────────────────────────────────────────────────────────────────────────────
