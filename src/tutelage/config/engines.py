@@ -40,6 +40,8 @@ class Abilities:
     weights: frozenset[TakesWeights] = frozenset()
     """`shared`: computes with the learner's own tensors; `tensors`: copies named tensors. A student needs one of
     them"""
+    spans_devices: bool = False
+    """computes on all devices of a replica; otherwise on one of them, or with one thread for each of its CPUs"""
     reproducible: bool = False
     """draws depend on seed, tokens and weights alone: a repeated request gives the same answer"""
 

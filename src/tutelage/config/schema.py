@@ -214,7 +214,7 @@ class TextRolloutSettings(RolloutSettings, TextSampling):
 
 
 class ValidationSettings(Section):
-    """ValidationSettings settings shared by all modalities."""
+    """Evaluation settings shared by all modalities."""
 
     every: int = Field(0, ge=0)
     """Number of steps between evaluations; 0 evaluates only before and after training."""
@@ -242,6 +242,8 @@ class EngineSettings(Section):
     """Pool of the student's engines, with one engine per replica."""
     score_every: int = Field(8, ge=1)
     """Number of generation steps between two scoring batches while the engine is generating."""
+    kind: str = ""
+    """Engine that generates; each modality has its own."""
 
 
 class TextEngineSettings(EngineSettings):
@@ -401,9 +403,9 @@ class RunConfig(Section):
     """Device of all models in a single process: auto (the first GPU if torch sees one, else the CPU), cpu, cuda or
     cuda:N."""
     runtime: Literal["inline", "ray"] = "inline"
-    """Where the run executes: in this process (inline) or on a RaySettings cluster."""
+    """Where the run executes: in this process (inline) or on a Ray cluster."""
     ray: Annotated[RaySettings, ON_RAY] = RaySettings()
-    """The RaySettings cluster, its deadlines and limits."""
+    """The Ray cluster, its deadlines and limits."""
     pools: Annotated[dict[str, PoolSettings], ON_RAY] = Field(default_factory=dict)
     """Resource pools by name; the default pools (student, learner, rewards and one per teacher) have one replica on one
     CPU unless they are defined here."""

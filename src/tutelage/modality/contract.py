@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from tutelage.algorithms.contract import Algorithm, TeacherHead
-from tutelage.config.schema import Config, RunConfig
+from tutelage.config.schema import RunConfig
 from tutelage.data.notes import Progress, Report, silent
 from tutelage.data.prompts import Prompts
 from tutelage.data.trajectory import Trajectory
@@ -69,8 +69,8 @@ class Embedded:
     """the engine of the student as it was before training, if the algorithm compares with it"""
 
 
-class Evaluators(Protocol[E]):
-    """One evaluator for each thing that a student can make."""
+class ByModality(Protocol[E]):
+    """One of something, such as an evaluator or a planner, for each thing that a student can make."""
 
     def of_text(self, modality: TextModality) -> E: ...
 
@@ -171,11 +171,11 @@ class Modality(ABC):
     def training_request(self, algorithm: Algorithm, step: int, version: int) -> RolloutRequest:
         """What a training step asks of its episodes, and of teachers for the algorithm."""
 
-    # ── measures, exports, plans ─────────────────────────────────────────────────────────────────────────────────────
+    # ── measures, plans, exports ─────────────────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def evaluator(self, evaluators: Evaluators[E]) -> E:
-        """Choose the evaluator that fits."""
+    def choose(self, choices: ByModality[E]) -> E:
+        """Choose the one that fits."""
 
     @abstractmethod
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
@@ -195,7 +195,3 @@ class Modality(ABC):
     ) -> torch.dtype:
         """Write the student with the weights of a checkpoint to `out`, as the library that it comes from loads it.
         Returns the dtype of the model; `dtype` is in place of the one that the settings choose."""
-
-    @abstractmethod
-    def plannable(self, recipe: str) -> Config:
-        """The settings that `tutelage plan` reads; UserError if it does not know this modality."""

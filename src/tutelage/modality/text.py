@@ -24,7 +24,7 @@ from tutelage.engines.registry import Role
 from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
-from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Spread
+from tutelage.modality.contract import ByModality, Checked, E, Embedded, Modality, Spread
 from tutelage.modality.demands import Demand, usable_payloads
 from tutelage.modality.prompt_checks import Reaches, check_prompts
 from tutelage.modality.text_episodes import TextEpisodes
@@ -257,10 +257,10 @@ class TextModality(Modality):
             stop_strings=settings.stop,
         )
 
-    # ── measures, exports, plans ─────────────────────────────────────────────────────────────────────────────────────
+    # ── measures, plans, exports ─────────────────────────────────────────────────────────────────────────────────────
 
-    def evaluator(self, evaluators: Evaluators[E]) -> E:
-        return evaluators.of_text(self)
+    def choose(self, choices: ByModality[E]) -> E:
+        return choices.of_text(self)
 
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
         return {"tokens": float(actions), "length": actions / rows, "tokens_per_second": actions / seconds}
@@ -304,6 +304,3 @@ class TextModality(Modality):
         save_hf(saved, self.tokenizer, out, keep_adapter, name_for_others(student.path))
         found: torch.dtype = model.dtype
         return found
-
-    def plannable(self, recipe: str) -> Config:
-        return self.config

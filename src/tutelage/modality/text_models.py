@@ -4,7 +4,6 @@ fit together."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from tutelage.models.attention_range import Reach, reach_of
 from tutelage.models.causal_lm import CausalLM, OutputHead
 from tutelage.models.loading import apply_lora, check_head_is_plain, load_causal_lm, narrow_adapter, read_config
 from tutelage.models.small_copy import check_copy, check_files
+from tutelage.models.sources import model_owners, shared_note
 from tutelage.models.tokenizers import SafeTokenizer, compare
 from tutelage.policy.text import log_probs
 
@@ -57,13 +57,13 @@ def teacher_models(config: Config, report: Report = silent, device: str = "cpu")
     """Load the teachers that this process computes. Those that name the same model share it: they never change its
     weights."""
     loaded: dict[str, CausalLM] = {}
-    for name, owner in model_owners(config).items():
+    for name, owner in model_owners(config.teachers).items():
         if not computed_here(config.teachers[name].engine.kind):
             continue
         if owner == name:
             loaded[name] = teacher_model(config, name, report, device)
         else:
-            report(f"teachers.{name}: the model of teachers.{owner}, which is loaded once")
+            report(shared_note(name, owner))
             loaded[name] = loaded[owner]
     return loaded
 
@@ -71,20 +71,6 @@ def teacher_models(config: Config, report: Report = silent, device: str = "cpu")
 def computed_here(kind: str) -> bool:
     """Whether an engine computes with a model of this package, in the process that builds the engine."""
     return ENGINES[kind].embedded
-
-
-def model_owners(config: Config) -> dict[str, str]:
-    """For each teacher, the first one that names the same model in the same dtype for the same kind of engine."""
-    first: dict[tuple[str, str, str], str] = {}
-    return {
-        name: first.setdefault((_same(t.path), t.dtype, t.engine.kind), name) for name, t in config.teachers.items()
-    }
-
-
-def _same(path: str) -> str:
-    """The path of a directory in the one spelling that it has; any other name of a model as it is."""
-    directory = Path(path).expanduser()
-    return str(directory.resolve()) if directory.is_dir() else path
 
 
 def on_packs(model: Any, key: str, settings: ModelSettings, report: Report) -> CausalLM:
