@@ -131,7 +131,8 @@ class ScoreCache:
             if len(content) > self.limit:
                 raise OSError(f"scores of {len(content):,} bytes are above the limit of {self.limit:,}")
             path = self._path(name)
-            with durable.replacing(path, path.with_name(f".{uuid.uuid4().hex}.tmp")) as temporary:
+            beside = path.with_name(f".{uuid.uuid4().hex}.tmp")
+            with durable.replacing(path, beside, flush=False) as temporary:
                 temporary.write_bytes(content)
             self.counts.bytes_written += len(content)
             self._make_room(len(content))
