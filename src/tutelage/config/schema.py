@@ -107,6 +107,9 @@ class TeacherSettings(ModelSettings):
     """The engine of its replicas."""
     pool: Annotated[str | None, ON_RAY] = None
     """Pool of the teacher's replicas, which no other member may use; null uses the pool with the teacher's name."""
+    cache: bool = False
+    """Keep the teacher's scores on disk, below the cache directory, and use them again in any run that asks for the
+    same."""
 
 
 class TextTeacherSettings(TeacherSettings):
@@ -120,6 +123,9 @@ class TextTeacherSettings(TeacherSettings):
     """The engine of its replicas."""
     max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
     """Maximum number of log-probs per token that its engine returns; null is no limit, as for the embedded engine."""
+    cache_gb: Annotated[float, Rare()] = Field(10.0, gt=0)
+    """Maximum size in gigabytes of the directory in which all runs keep teacher scores; those that were not used for
+    the longest time are removed first."""
 
     @field_validator("temperature", mode="before")
     @classmethod

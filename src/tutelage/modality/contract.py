@@ -31,7 +31,7 @@ from tutelage.rollout.loops import single_turn  # noqa: F401  # registers the lo
 from tutelage.rollout.runner import RolloutRequest
 from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers.client import ResidentTeacher, TeacherClient
-from tutelage.teachers.pool import TeacherPool
+from tutelage.teachers.pool import Scorer, TeacherPool
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +133,10 @@ class Modality(ABC):
     @abstractmethod
     def has_adapter(self) -> bool:
         """Whether the student learns a LoRA adapter instead of its own weights."""
+
+    def teacher_scorer(self, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:
+        """Return what scores for a replica of that teacher: its engine, or a cache in front of it."""
+        return engine
 
     # ── what episodes are made of ────────────────────────────────────────────────────────────────────────────────────
 

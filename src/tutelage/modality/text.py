@@ -30,6 +30,7 @@ from tutelage.modality.prompt_checks import Reaches, check_prompts
 from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.modality.text_learner import build_learner
 from tutelage.modality.text_models import (
+    cached_scorer,
     check_top_k,
     reaches,
     reference_engine,
@@ -53,7 +54,7 @@ from tutelage.rollout.contract import Send
 from tutelage.rollout.runner import RolloutRequest
 from tutelage.teachers import payload
 from tutelage.teachers.client import ResidentTeacher
-from tutelage.teachers.pool import TeacherPool
+from tutelage.teachers.pool import Scorer, TeacherPool
 
 
 class TextModality(Modality):
@@ -203,6 +204,9 @@ class TextModality(Modality):
             load = partial(teacher_model, config, teacher, self.report, device)
             return teacher_engine(config, teacher, vocabulary, device, load)
         return reference_engine(config, vocabulary, self.report, device)
+
+    def teacher_scorer(self, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:
+        return cached_scorer(self.config, name, engine, vocabulary, device)
 
     def learner(self, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: Spread) -> Learner:
         config = self.config

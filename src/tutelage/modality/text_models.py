@@ -3,12 +3,15 @@ fit together."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tutelage import __version__
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.config.engines import ENGINES
@@ -21,11 +24,15 @@ from tutelage.models.attention import NAME as ATTENTION
 from tutelage.models.attention import UnsupportedAttention
 from tutelage.models.attention_range import Reach, reach_of
 from tutelage.models.causal_lm import CausalLM, OutputHead
+from tutelage.models.dtype import choose_dtype
+from tutelage.models.identity import weights_identity
 from tutelage.models.loading import apply_lora, check_head_is_plain, load_causal_lm, narrow_adapter, read_config
 from tutelage.models.small_copy import check_copy, check_files
-from tutelage.models.sources import model_owners, shared_note
+from tutelage.models.sources import cache_directory, model_owners, resolve, shared_note
 from tutelage.models.tokenizers import SafeTokenizer, compare
 from tutelage.policy.text import log_probs
+from tutelage.teachers.cache import CachedScorer, ScoreCache
+from tutelage.teachers.pool import Scorer
 
 PREFIX_TOKENS = 4096
 """Prompt tokens whose keys and values an engine keeps for the other samples of the same prompts."""
@@ -197,6 +204,24 @@ def teacher_engine(config: Config, name: str, vocabulary: int, device: str, load
         prefix_tokens=_prefix_tokens(config),
     )
     return build_engine(settings.engine.kind, spec)
+
+
+def cached_scorer(config: Config, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:
+    """Return a cache in front of a replica of a teacher; without `teachers.NAME.cache`, its engine."""
+    settings = config.teachers[name]
+    if not settings.cache:
+        return engine
+    identity = {
+        "weights": engine.identity or weights_identity(resolve(settings.path)),
+        "engine": settings.engine.kind,
+        "device": torch.device(device).type,
+        "dtype": str(choose_dtype(settings.dtype, device)[0]),
+        "temperature": config.teacher_temperature(name),
+        "vocabulary": vocabulary,
+        "versions": [__version__, *map(version, ("torch", "transformers"))],
+    }
+    cache = ScoreCache(cache_directory() / "scores", int(settings.cache_gb * 1e9))
+    return CachedScorer(engine, cache, json.dumps(identity, sort_keys=True))
 
 
 def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> Engine:
