@@ -29,6 +29,7 @@ from tutelage.config.schema import Distill, Grpo, RunConfig
 from tutelage.config.start import from_start, require_files, started_here
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import GroupKey, Prompt
+from tutelage.doctor.preflight import preflight
 from tutelage.errors import CannotJudge, RunLost, UserError
 from tutelage.evaluation.text import Evaluates, evaluator
 from tutelage.learner.optimizer import learning_rate
@@ -94,6 +95,7 @@ def train(config: RunConfig, callbacks: Callbacks = NO_CALLBACKS) -> Path:
     with locked(directory.path, print):
         directory.require_free()
         with _opened(config, directory, callbacks) as run:
+            run.recorder.note(*preflight(run.parts))
             RunDirectory.create(directory.path, dump(config), started_here(config))
             run.recorder.keep_data(run.parts.stream, run.parts.heldout)
             run_to_end(all_steps(run), run.stop)
