@@ -380,6 +380,7 @@ async def restore(run: Run) -> None:
             f"the checkpoint was made with {found.state['threads']} threads, this run uses "
             f"{threads}: results agree to rounding only"
         )
+    run.display.begin_at(run.step)
     recorder.note(f"resumed at step {run.step} of {parts.config.steps}")
 
 

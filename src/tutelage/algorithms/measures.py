@@ -1,4 +1,4 @@
-"""Per-action measures of evaluation: both divergences, agreement and entropy, over the full vocabulary."""
+"""Per-action measures of evaluation: both divergences, agreement and entropy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tutelage.losses.contract import LossSum, ModelOut
 
 @dataclass(frozen=True, slots=True)
 class TeacherMeasures:
-    """Compares student and teacher; the total is the sum of KL(student‖teacher)."""
+    """Compares student and teacher over the full vocabulary; the total is the sum of KL(student‖teacher)."""
 
     heads: Sequence[TeacherHead]
     name: str = "measures"
@@ -33,6 +33,26 @@ class TeacherMeasures:
             "entropy": -(student.exp() * student).sum(-1),
         }
         return LossSum(torch.sum(reverse), per_action)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledMeasures:
+    """Compares student and teacher on the tokens of the text, for teachers that give no hidden states.
+
+    The means are unbiased: that of `kl` on text that the student sampled, that of `kl_forward` on text that the teacher
+    sampled.
+    """
+
+    name: str = "measures"
+    coefficient: float = 1.0
+
+    def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
+        ratio = out.logp - columns["teacher_logp"]
+        per_action = {"kl": ratio, "kl_forward": -ratio, "entropy": out.entropy}
+        if "teacher_topk_ids" in columns:
+            likeliest = columns["teacher_topk_ids"][:, 0]
+            per_action["top1_agreement"] = (out.log_probs.argmax(-1) == likeliest).float()
+        return LossSum(torch.sum(ratio), per_action)
 
 
 @dataclass(frozen=True, slots=True)

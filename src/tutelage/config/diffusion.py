@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from tutelage.config.algorithms import Learning
-from tutelage.config.base import ReadWhen, Section
+from tutelage.config.base import ReadWhen
 from tutelage.config.engines import known_engine
 from tutelage.config.schema import (
     EngineSettings,
@@ -17,6 +17,7 @@ from tutelage.config.schema import (
     OptimizerSettings,
     RolloutSettings,
     RunConfig,
+    ScorerSettings,
     TeacherSettings,
     ValidationSettings,
 )
@@ -32,7 +33,7 @@ class DiffusionStudentSettings(ModelSettings):
     """Train a low-rank adapter instead of all weights of the transformer; the reference then needs no extra memory."""
 
 
-class DiffusionScorerSettings(Section):
+class DiffusionScorerSettings(ScorerSettings):
     kind: str = "diffusion"
     """Engine that scores: diffusion, in the process of its replica."""
 

@@ -32,6 +32,8 @@ class Abilities:
     module: str
     """its module in `tutelage.engines`"""
     makes: Makes
+    embedded: bool = False
+    """computes with a model of this package, in the process that builds it"""
     generates: bool = True
     scores: frozenset[ScoreField] = frozenset()
     max_top_k: int | None = None
@@ -49,6 +51,7 @@ ENGINES: dict[str, Abilities] = {
     "torch": Abilities(
         module="torch_lm",
         makes="text",
+        embedded=True,
         scores=frozenset({"sampled", "top_k", "given", "hidden"}),
         weights=frozenset({"shared", "tensors"}),
         reproducible=True,
@@ -64,6 +67,7 @@ ENGINES: dict[str, Abilities] = {
     "diffusion": Abilities(
         module="diffusion",
         makes="media",
+        embedded=True,
         scores=frozenset({"step_mean"}),
         weights=frozenset({"shared", "tensors"}),
         reproducible=True,

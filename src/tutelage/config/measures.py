@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from tutelage.config.engines import ENGINES
+
 if TYPE_CHECKING:
     from tutelage.config.schema import RunConfig
 
@@ -29,9 +31,9 @@ class Measure:
     unit: str = ""
     change: Literal["percent", "points", "difference"] = "difference"
     """How a change is shown. `points` is for a fraction, which is shown in percent."""
-    held_out: Literal["teachers", "rewards", "text", ""] = ""
-    """Which evaluations compute it: those of text runs with teachers, of runs with rewards, or of text runs; "" if a
-    reward or plugin provides it."""
+    held_out: Literal["teachers", "teacher_text", "rewards", "text", ""] = ""
+    """Which evaluations compute it: those of text runs with teachers, with teachers that generate text, of runs with
+    rewards, or of text runs; "" if a reward or plugin provides it."""
 
 
 MEASURES: Mapping[str, Measure] = {
@@ -39,8 +41,8 @@ MEASURES: Mapping[str, Measure] = {
     "accuracy": Measure("Accuracy", "higher", change="points"),
     "gold_accuracy": Measure("Accuracy, independent judge", "higher", change="points"),
     "kl": Measure("KL(student‖teacher)", "lower", "nats/token", "percent", "teachers"),
-    "kl_fixed": Measure("KL(teacher‖student), fixed text", "lower", "nats/token", "percent", "teachers"),
-    "top1_agreement": Measure("Top-1 agreement", "higher", change="points", held_out="teachers"),
+    "kl_fixed": Measure("KL(teacher‖student), fixed text", "lower", "nats/token", "percent", "teacher_text"),
+    "top1_agreement": Measure("Top-1 agreement", "higher", change="points", held_out="teacher_text"),
     "loss": Measure("Loss", "lower", change="percent"),
     "entropy": Measure("Entropy", unit="nats/token", held_out="text"),
     "length": Measure("Answer length", unit="tokens", held_out="text"),
@@ -90,12 +92,20 @@ def held_out(config: RunConfig) -> dict[str, Better]:
     """
     text, rewards = config.modality == "text", config.rewards
     found: dict[str, Better] = _evaluated("teachers") if text and config.teachers else {}
+    if found and teachers_write(config):
+        found |= _evaluated("teacher_text")
     if rewards:
         found |= _evaluated("rewards")
     if len(rewards) > 1:
         for name, reward in rewards.items():
             found[reward_measure(name, reward.weight)] = "lower" if reward.weight < 0 else "higher"
     return found | (_evaluated("text") if text else {})
+
+
+def teachers_write(config: RunConfig) -> bool:
+    """Whether all teachers can write the text that evaluations compare on, and name its likeliest tokens."""
+    known = [ENGINES[teacher.engine.kind] for teacher in config.teachers.values()]
+    return all(engine.generates and engine.scores & {"hidden", "top_k"} for engine in known)
 
 
 def _evaluated(where: str) -> dict[str, Better]:

@@ -84,7 +84,14 @@ class TextStudentSettings(ModelSettings):
     """Train a low-rank adapter instead of all weights."""
 
 
-class TextScorerSettings(Section):
+class ScorerSettings(Section):
+    """Settings shared by the scoring engines of all modalities."""
+
+    kind: str
+    """Engine that scores."""
+
+
+class TextScorerSettings(ScorerSettings):
     kind: str = "torch"
     """Engine that scores: torch, in the process of its replica, or vllm, in a process of its own."""
     gpu_memory: Annotated[float, Rare()] = Field(0.9, gt=0, le=1)
@@ -99,6 +106,8 @@ class TextScorerSettings(Section):
 class TeacherSettings(ModelSettings):
     """Settings shared by the teachers of all modalities."""
 
+    engine: ScorerSettings
+    """The engine of its replicas."""
     pool: Annotated[str | None, ON_RAY] = None
     """Pool of the teacher's replicas, which no other member may use; null uses the pool with the teacher's name."""
 

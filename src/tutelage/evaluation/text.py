@@ -1,10 +1,12 @@
 """Held-out evaluation through the same loop, teachers and queue as training. The metrics of text runs are:
 
-- kl: KL(student‖teacher) on the student's own samples, over the full vocabulary, at temperature 1 with fixed seeds;
-- kl_fixed: KL(teacher‖student) on continuations that the teacher generates once per run;
+- kl: KL(student‖teacher) on the student's own samples, at temperature 1 with fixed seeds;
+- kl_fixed: KL(teacher‖student) on continuations that the teacher generates once per run, if it can generate;
 - top1_agreement: how often student and teacher agree on the most likely token of those continuations;
 - reward: mean task reward of the samples, if the recipe has rewards;
 - entropy and length of the samples.
+
+Both KLs are over the full vocabulary if all teachers give hidden states, else estimated on the tokens of the text.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from tutelage.algorithms.contract import Episodes
 from tutelage.assemble import Parts, assemble
 from tutelage.backends.interrupt import run_to_end
 from tutelage.checkpoint.store import CheckpointStore
+from tutelage.config.measures import teachers_write
+from tutelage.config.objectives import PAYLOADS
 from tutelage.config.schema import RunConfig
 from tutelage.config.start import require_files
 from tutelage.data import durable
@@ -34,7 +38,7 @@ from tutelage.data.notes import Progress, unseen
 from tutelage.data.ragged import Ragged
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
-from tutelage.engines.contract import GenerateRequest, Sampling, Want
+from tutelage.engines.contract import GenerateRequest, Sampling
 from tutelage.errors import UserError
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.batches import named_parts
@@ -50,9 +54,7 @@ if TYPE_CHECKING:
     from tutelage.modality.text import TextModality
 
 BASE = ("tokens", "mask", "behaviour_logp")
-TEACHER = ("teacher_hidden", "teacher_index")
 REWARD = ("reward", "reward_parts")
-FULL = Want(hidden=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class Evaluator:
         self.parts, self.modality = parts, modality
         self.config, self.tokenizer = modality.config, modality.tokenizer
         self.settings = self.config.validation
+        self.taught, self.writes = bool(self.config.teachers), teachers_write(self.config)
+        self.columns = (*BASE, *(PAYLOADS[modality.evaluation_payload].columns if self.taught else ()))
         wanted = self.settings.prompts or len(parts.heldout)
         self.prompts: tuple[Prompt, ...] = parts.heldout[: min(wanted, len(parts.heldout))]
         self.file = directory / f"teacher_text-{self._fingerprint()}.safetensors"
@@ -242,14 +246,15 @@ class Evaluator:
         prompts = [replace(prompt, uid=next(self._uids)) for prompt in self.prompts]
         answers = await self._answer(prompts)
         try:
-            own = await parts.backend.measure(answers.ref, (*BASE, *(TEACHER if self.taught else ())))
+            own = await parts.backend.measure(answers.ref, self.columns)
             batch = await parts.queue.get(answers.ref, ("tokens", "mask", *(REWARD if parts.config.rewards else ())))
         finally:
             await parts.queue.clear(answers.ref)
         metrics: dict[str, float] = {}
         if self.taught:
-            fixed = await parts.backend.measure(await self._fixed_text(), (*BASE, *TEACHER))
             metrics["kl"] = _mean(own["kl"])
+        if self.taught and self.writes:
+            fixed = await parts.backend.measure(await self._fixed_text(), self.columns)
             metrics["kl_fixed"] = _mean(fixed["kl_forward"])
             metrics["top1_agreement"] = _mean(fixed["top1_agreement"])
         if "reward" in batch.rows:
@@ -262,13 +267,9 @@ class Evaluator:
         metrics |= answers.metrics()
         return Evaluation(metrics, samples, retried=tuple(answers.retried), failed=tuple(answers.failed))
 
-    @property
-    def taught(self) -> bool:
-        return bool(self.parts.config.teachers)
-
     async def _answer(self, prompts: Sequence[Prompt]) -> Answers:
         """Let the student answer every held-out prompt, with seeds that depend only on the prompt."""
-        needs = (*BASE, *(TEACHER if self.taught else ()), *(REWARD if self.parts.config.rewards else ()))
+        needs = (*self.columns, *(REWARD if self.parts.config.rewards else ()))
         done = itertools.count(1)
         return await run_prompts(
             self.parts,
@@ -279,8 +280,8 @@ class Evaluator:
         )
 
     async def _fixed_text(self) -> BatchRef:
-        """Return the teacher continuations with the teacher's hidden states. Their rows stay in the queue after the
-        first evaluation."""
+        """Return the teacher continuations with the teacher's scores. Their rows stay in the queue after the first
+        evaluation."""
         if self._fixed is None:
             rows = self._read() or await self._write()
             await self.parts.backend.forget_prefixes()  # scores must not depend on cached prefixes
@@ -288,9 +289,9 @@ class Evaluator:
         return self._fixed
 
     async def _scored(self, rows: Sequence[Trajectory]) -> BatchRef:
-        """Put the rows into the queue with the teacher's hidden states. Raises EvaluationFailed if any of them
-        fails."""
-        scorer = EpisodeScorer(self.parts.queue, (partial(self.parts.teachers.score, want=FULL),))
+        """Put the rows into the queue with the teacher's scores. Raises EvaluationFailed if any of them fails."""
+        score = partial(self.parts.teachers.score, want=self.modality.evaluation_want)
+        scorer = EpisodeScorer(self.parts.queue, (score,))
 
         async def work() -> None:
             async with scoring_tasks() as tasks:
@@ -299,7 +300,7 @@ class Evaluator:
 
         groups = [GroupKey("fixed", number) for number in range(len(rows))]
         for left in range(self.settings.retries, -1, -1):
-            ref = await filled(self.parts.queue, groups, 1, (*BASE, *TEACHER), work)
+            ref = await filled(self.parts.queue, groups, 1, self.columns, work)
             if not ref.failed:
                 break
             await self.parts.queue.clear(ref)

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, TeacherHead
-from tutelage.config.objectives import PAYLOADS
+from tutelage.config.engines import ENGINES, Abilities
+from tutelage.config.measures import teachers_write
+from tutelage.config.objectives import PAYLOADS, PayloadName
 from tutelage.config.schema import Config, Reinforcement, TextSampling
 from tutelage.data.notes import Progress, Report, silent
 from tutelage.data.prompts import Prompts
 from tutelage.data.trajectory import Trajectory
 from tutelage.engines.contract import Engine, Sampling, Want
 from tutelage.engines.registry import Role
+from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
 from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Spread
@@ -37,6 +40,7 @@ from tutelage.modality.text_models import (
     teacher_head,
     teacher_model,
     teacher_models,
+    teacher_reach,
 )
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.heads import head_vocabulary, load_head
@@ -57,8 +61,6 @@ class TextModality(Modality):
 
     config: Config
     has_text: ClassVar[bool] = True
-    evaluation_want: ClassVar[Want] = Want(hidden=True)
-    """what an evaluation asks of teachers"""
 
     def __init__(self, config: Config, report: Report = silent) -> None:
         super().__init__(config, report)
@@ -84,8 +86,44 @@ class TextModality(Modality):
             )
             if config.data.validation is not None:
                 because = "which the evaluation on data.validation needs"
-                remedy = "set data.validation to null"
-                yield Demand(*engine, because, remedy, generates=True, scores=self.evaluation_want)
+                yield Demand(*engine, because, "set data.validation to null", scores=self.evaluation_want)
+
+    def check_engines(self) -> None:
+        super().check_engines()
+        config = self.config
+        if config.data.validation is None or self.evaluation_payload == "full":
+            return
+        for name in config.teachers:
+            if config.teacher_temperature(name) != config.teacher_temperature(name, student=1.0):
+                raise UserError(
+                    f"teachers.{name}.temperature: evaluations compare at temperature 1, and a teacher without hidden "
+                    f"states scores at one temperature only, here {config.teacher_temperature(name):g}: set "
+                    "rollout.temperature or this temperature to 1, or data.validation to null"
+                )
+
+    def abilities(self, teacher: str) -> Abilities:
+        """What the engine of a teacher can do."""
+        return ENGINES[self.config.teachers[teacher].engine.kind]
+
+    @cached_property
+    def evaluation_payload(self) -> PayloadName:
+        """What evaluations ask of teachers: their full distribution if all of them give it, else the log-probs of the
+        tokens of the text, and the likeliest token where all of them name it."""
+        given = [self.abilities(name).scores for name in self.config.teachers]
+        if all("hidden" in scores for scores in given):
+            return "full"
+        return "top_k" if all("top_k" in scores for scores in given) else "sampled"
+
+    @property
+    def evaluation_want(self) -> Want:
+        return payload.want(self.evaluation_payload, top_k=1)
+
+    @cached_property
+    def heads(self) -> tuple[str, ...]:
+        """The teachers whose output heads the learner needs: all, or none if nothing reads hidden states."""
+        evaluated = self.config.data.validation is not None and self.evaluation_payload == "full"
+        needed = evaluated or PAYLOADS[build_algorithm(self.config).payload].hidden
+        return tuple(self.config.teachers) if needed else ()
 
     @cached_property
     def tokenizer(self) -> SafeTokenizer:
@@ -107,20 +145,40 @@ class TextModality(Modality):
         config, tokenizer = self.config, self.tokenizer
         student = student_model(config, self.report, device)
         teachers = teacher_models(config, self.report, device)
-        vocabulary = self._vocabulary(student.head.vocabulary, {n: m.head.vocabulary for n, m in teachers.items()})
-        reached = {"student": student.reach, **{f"teachers.{name}": model.reach for name, model in teachers.items()}}
+        sizes, reached = {}, {"student": student.reach}
+        for name, settings in config.teachers.items():
+            model = teachers.get(name)
+            sizes[name] = head_vocabulary(settings) if model is None else model.head.vocabulary
+            reached[f"teachers.{name}"] = teacher_reach(config, name, self.report) if model is None else model.reach
+        vocabulary = self._vocabulary(student.head.vocabulary, sizes)
         usable = self._usable(prompts, reached, progress)
-        heads = [teacher_head(config, name, model.head, vocabulary) for name, model in teachers.items()]
+        heads = [self._head(name, vocabulary, device, teachers.get(name)) for name in self.heads]
         return Embedded(
             checked=Checked(vocabulary, usable),
             learner=build_learner(config, student, heads, queue, vocabulary, report=self.report),
-            student=student_engine(config, tokenizer, vocabulary, device, lambda: student, shares_weights=True),
+            student=student_engine(
+                config, tokenizer, vocabulary, device, lambda: student, shares_weights=self._shares_weights
+            ),
             teachers={
-                name: teacher_engine(config, name, vocabulary, device, partial(_same, model))
-                for name, model in teachers.items()
+                name: teacher_engine(config, name, vocabulary, device, partial(self._teacher, name, device, teachers))
+                for name in config.teachers
             },
             reference=reference_engine(config, vocabulary, self.report, device) if self.has_reference else None,
         )
+
+    @property
+    def _shares_weights(self) -> bool:
+        """Whether the student's engine computes with the learner's own tensors when both are in one process."""
+        return "shared" in ENGINES[self.config.engine.kind].weights
+
+    def _teacher(self, name: str, device: str, loaded: Mapping[str, CausalLM]) -> CausalLM:
+        """The teacher's model: the one that is loaded already, else a new one."""
+        return loaded[name] if name in loaded else teacher_model(self.config, name, self.report, device)
+
+    def _head(self, name: str, vocabulary: int, device: str, model: CausalLM | None = None) -> TeacherHead:
+        """The output head of a teacher; read from its files unless its model is loaded."""
+        head = load_head(self.config.teachers[name], device) if model is None else model.head
+        return teacher_head(self.config, name, head, vocabulary)
 
     def _vocabulary(self, student: int, teachers: Mapping[str, int]) -> int:
         """Token ids that all models share, given the number of ids of each output head."""
@@ -148,10 +206,7 @@ class TextModality(Modality):
 
     def learner(self, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: Spread) -> Learner:
         config = self.config
-        heads = [
-            teacher_head(config, name, load_head(settings, device), vocabulary)
-            for name, settings in config.teachers.items()
-        ]
+        heads = [self._head(name, vocabulary, device) for name in self.heads]
         student = student_model(config, self.report, device, wide=ranks.count > 1)
         return build_learner(config, student, heads, queue, vocabulary, ranks=ranks, spread=spread, report=self.report)
 
@@ -186,7 +241,7 @@ class TextModality(Modality):
         return RolloutRequest("train", config.rollout.samples, sampling, want, config.seed, step, version)
 
     def evaluation_request(self) -> RolloutRequest:
-        """One answer to each held-out prompt, compared with the teacher's full distribution."""
+        """One answer to each held-out prompt, compared with its teacher."""
         config = self.config
         return RolloutRequest("validation", 1, self._sampling(config.validation), self.evaluation_want, config.seed)
 
@@ -214,6 +269,23 @@ class TextModality(Modality):
         return self.tokenizer.pieces(ids)
 
     def notes(self) -> list[str]:
+        return [*self._truncation_notes(), *self._evaluation_notes()]
+
+    def _evaluation_notes(self) -> list[str]:
+        config = self.config
+        if not config.teachers or config.data.validation is None:
+            return []
+        notes = []
+        if self.evaluation_payload != "full":
+            notes.append(
+                "evaluation: not every teacher gives its full distribution, so the KLs are estimated from the "
+                "log-probs of sampled tokens: unbiased, and noisier than exact ones"
+            )
+        if not teachers_write(config):
+            notes.append("evaluation: not every teacher can write text, so there are no kl_fixed and top1_agreement")
+        return notes
+
+    def _truncation_notes(self) -> list[str]:
         rollout = self.config.rollout
         if rollout.top_p == 1 and rollout.top_k == 0:
             return []
@@ -235,7 +307,3 @@ class TextModality(Modality):
 
     def plannable(self, recipe: str) -> Config:
         return self.config
-
-
-def _same(model: CausalLM) -> CausalLM:
-    return model

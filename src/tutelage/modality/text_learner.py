@@ -8,7 +8,7 @@ import torch
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
-from tutelage.algorithms.measures import PlainMeasures, TeacherMeasures
+from tutelage.algorithms.measures import PlainMeasures, SampledMeasures, TeacherMeasures
 from tutelage.algorithms.policy import ReadLogp
 from tutelage.config.schema import Config, Ppo, TextOptimizerSettings, TextStudentSettings
 from tutelage.data.notes import Report, silent
@@ -18,6 +18,7 @@ from tutelage.learner.ranks import Ranks, alone
 from tutelage.learner.reference import ReferenceCheck
 from tutelage.learner.step import Learner, Trainable
 from tutelage.learner.text import Limits
+from tutelage.losses.contract import Loss
 from tutelage.modality.contract import Spread
 from tutelage.modality.text_models import on_packs
 from tutelage.models.attention import NAME as ATTENTION
@@ -40,7 +41,8 @@ def build_learner(
     spread: Spread = lambda model: None,
     report: Report = silent,
 ) -> Learner:
-    """One rank of the learner, with the critic if the algorithm has one. `heads` are those of the teachers."""
+    """One rank of the learner, with the critic if the algorithm has one. `heads` are those of the teachers; empty if
+    neither the algorithm nor evaluations read hidden states."""
     spread(student)
     critic = _critic_model(config, report, str(student.device), wide=ranks.count > 1)
     if critic is not None:
@@ -62,12 +64,19 @@ def build_learner(
         queue=queue,
         cut=cut,
         clip_norm=config.optimizer.clip_norm,
-        measures=TeacherMeasures([head.neutral() for head in heads]) if heads else PlainMeasures(),
+        measures=_measures(config, heads),
         several_widths=len({head.width for head in heads}) > 1,
         ranks=ranks,
         dtype=choose_dtype(config.student.dtype, str(student.device))[0],
         reference=ReferenceCheck(ReadLogp(), cut),
     )
+
+
+def _measures(config: Config, heads: Sequence[TeacherHead]) -> Loss:
+    """What evaluations measure of every action."""
+    if heads:
+        return TeacherMeasures([head.neutral() for head in heads])
+    return SampledMeasures() if config.teachers else PlainMeasures()
 
 
 def _critic_model(config: Config, report: Report, device: str = "cpu", *, wide: bool = False) -> CausalLM | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
+from tutelage.config.engines import ENGINES
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import Config, ModelSettings
 from tutelage.data.notes import Report, silent
@@ -20,9 +21,9 @@ from tutelage.engines.registry import TextSpec, build_engine
 from tutelage.errors import UserError
 from tutelage.models.attention import NAME as ATTENTION
 from tutelage.models.attention import UnsupportedAttention
-from tutelage.models.attention_range import Reach
+from tutelage.models.attention_range import Reach, reach_of
 from tutelage.models.causal_lm import CausalLM, OutputHead
-from tutelage.models.loading import apply_lora, check_head_is_plain, load_causal_lm, narrow_adapter
+from tutelage.models.loading import apply_lora, check_head_is_plain, load_causal_lm, narrow_adapter, read_config
 from tutelage.models.small_copy import check_copy, check_files
 from tutelage.models.tokenizers import SafeTokenizer, compare
 from tutelage.policy.text import log_probs
@@ -54,9 +55,12 @@ def teacher_model(config: Config, name: str, report: Report = silent, device: st
 
 
 def teacher_models(config: Config, report: Report = silent, device: str = "cpu") -> dict[str, CausalLM]:
-    """Load all teachers into this process. Those that name the same model share it: they never change its weights."""
+    """Load the teachers that this process computes. Those that name the same model share it: they never change its
+    weights."""
     loaded: dict[str, CausalLM] = {}
     for name, owner in model_owners(config).items():
+        if not computed_here(config.teachers[name].engine.kind):
+            continue
         if owner == name:
             loaded[name] = teacher_model(config, name, report, device)
         else:
@@ -65,10 +69,17 @@ def teacher_models(config: Config, report: Report = silent, device: str = "cpu")
     return loaded
 
 
+def computed_here(kind: str) -> bool:
+    """Whether an engine computes with a model of this package, in the process that builds the engine."""
+    return ENGINES[kind].embedded
+
+
 def model_owners(config: Config) -> dict[str, str]:
-    """For each teacher, the first one that names the same model in the same dtype."""
-    first: dict[tuple[str, str], str] = {}
-    return {name: first.setdefault((_same(t.path), t.dtype), name) for name, t in config.teachers.items()}
+    """For each teacher, the first one that names the same model in the same dtype for the same kind of engine."""
+    first: dict[tuple[str, str, str], str] = {}
+    return {
+        name: first.setdefault((_same(t.path), t.dtype, t.engine.kind), name) for name, t in config.teachers.items()
+    }
 
 
 def _same(path: str) -> str:
@@ -92,17 +103,26 @@ def on_packs(model: Any, key: str, settings: ModelSettings, report: Report) -> C
 def reaches(config: Config, report: Report) -> dict[str, Reach | None]:
     """How long a sequence each model takes, read from its config.json; an architecture that cannot compute packs is
     refused."""
-    found: dict[str, Reach | None] = {}
-    for key, settings in {
-        "student": config.student,
-        **{f"teachers.{n}": t for n, t in config.teachers.items()},
-    }.items():
-        try:
-            found[key], note = check_files(settings)
-        except UnsupportedAttention as error:
-            raise UserError(f"{key}.path: {settings.path}: {error}; choose another model") from error
-        if note is not None:
-            report(f"{settings.path}: {note}")
+    teachers = {name: teacher_reach(config, name, report) for name in config.teachers}
+    return {"student": _reach("student", config.student, report), **{f"teachers.{n}": r for n, r in teachers.items()}}
+
+
+def teacher_reach(config: Config, name: str, report: Report) -> Reach | None:
+    """How long a sequence a teacher takes, read from its config.json. Its architecture must compute packs if an engine
+    of this package computes it."""
+    settings = config.teachers[name]
+    if not computed_here(settings.engine.kind):
+        return reach_of(read_config(settings))
+    return _reach(f"teachers.{name}", settings, report)
+
+
+def _reach(key: str, settings: ModelSettings, report: Report) -> Reach | None:
+    try:
+        found, note = check_files(settings)
+    except UnsupportedAttention as error:
+        raise UserError(f"{key}.path: {settings.path}: {error}; choose another model") from error
+    if note is not None:
+        report(f"{settings.path}: {note}")
     return found
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import tiny
 from tutelage import loop
 from tutelage.assemble import assemble
-from tutelage.config.engines import ENGINES, SCORE_FIELDS, Abilities
+from tutelage.config.engines import ENGINES, SCORE_FIELDS, Abilities, ScoreField
 from tutelage.data.trajectory import Key
 from tutelage.engines.contract import (
     AnyOutput,
@@ -212,9 +212,10 @@ LIMITED = Abilities(module="limited", makes="text", scores=frozenset({"sampled",
         (
             {
                 "algorithm": {"name": "distill", "objective": "k2"},
-                "teachers": {"main": {"engine": {"kind": "limited"}}},
+                "rollout": {"temperature": 0.5, "max_tokens": 4},
+                "teachers": {"main": {"engine": {"kind": "limited"}, "temperature": "match"}},
             },
-            ("final hidden states", "evaluation on data.validation", "set data.validation to null"),
+            ("teachers.main.temperature", "evaluations compare at temperature 1", "data.validation to null"),
         ),
     ],
 )
@@ -228,6 +229,50 @@ def test_what_an_engine_cannot_do_is_refused_before_models_load(
     with pytest.raises(UserError) as refused:
         assemble(tiny.config(tmp_path, **sections))
     assert all(part in str(refused.value) for part in parts), str(refused.value)
+
+
+@pytest.mark.parametrize(("scores", "writes"), [(("sampled", "top_k"), True), (("sampled",), False)])
+def test_evaluations_do_without_hidden_states(
+    tmp_path: Path,
+    apart: list[ApartEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    scores: tuple[ScoreField, ...],
+    writes: bool,
+) -> None:
+    """Both KLs are then means of log-ratios of sampled tokens; without a teacher that writes, there is no second."""
+    limited = replace(ENGINES["torch"], module="apart", embedded=False, scores=frozenset(scores), generates=writes)
+    monkeypatch.setitem(ENGINES, "limited", limited)
+    monkeypatch.setattr("tutelage.modality.text.load_head", lambda *_: pytest.fail("a head was loaded"))
+    asked = list[Want]()
+    ask = ApartEngine.score
+
+    async def record(self: ApartEngine, request: AnyScoreRequest) -> Scores:
+        asked.append(request.want)
+        return await ask(self, request)
+
+    monkeypatch.setattr(ApartEngine, "score", record)
+    found = {}
+    for kind in ("torch", "limited"):
+        sections: dict[str, Any] = {
+            "algorithm": {"name": "distill", "objective": "k2"},
+            "teachers": {"main": {"path": str(tmp_path / "teacher"), "dtype": "float32", "engine": {"kind": kind}}},
+            "validation": {"max_tokens": 64, "min_tokens": 64},
+        }
+        run = loop.train(tiny.config(tmp_path, name=kind, steps=1, **sections))
+        found[kind] = tiny.lines(run / "validation.jsonl")[0]
+    exact, estimated = found["torch"], found["limited"]
+    assert asked
+    assert not any(want.hidden for want in asked)
+    assert estimated["entropy"] == pytest.approx(exact["entropy"], rel=1e-4)
+    assert estimated["kl"] == pytest.approx(exact["kl"], rel=0.5)
+    assert ("kl_fixed" in estimated) is ("top1_agreement" in estimated) is writes
+    if writes:
+        assert estimated["kl_fixed"] == pytest.approx(exact["kl_fixed"], rel=0.5)
+        assert estimated["top1_agreement"] == pytest.approx(exact["top1_agreement"], abs=1e-6)
+    said = capsys.readouterr().out
+    assert said.count("log-probs of sampled tokens") == 1
+    assert ("cannot write" in said or "can write text" in said) is not writes
 
 
 def test_an_engine_that_is_not_there_is_named(tmp_path: Path) -> None:
