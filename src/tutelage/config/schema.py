@@ -57,6 +57,7 @@ __all__ = [
 LONGEST_NAME = 200
 """Maximum length of a run's name in bytes. File systems allow 255, and archiving tools append to the name."""
 _OF_TEXT = ReadWhen({"modality": ("text",)})
+_WITH_VLLM = ReadWhen({"engine": lambda engine: engine.kind == "vllm"})
 
 
 class LoraSettings(Section):
@@ -92,7 +93,9 @@ class ScorerSettings(Section):
 
 class TextScorerSettings(ScorerSettings):
     kind: str = "torch"
-    """Engine that scores: torch, in the process of its replica."""
+    """Engine that scores: torch, in the process of its replica, or vllm, in a process of its own."""
+    gpu_memory: Annotated[float, Rare()] = Field(0.9, gt=0, le=1)
+    """Share of each GPU's memory that vllm takes for weights and caches; a CPU has no such limit."""
 
     @field_validator("kind")
     @classmethod
@@ -254,7 +257,12 @@ class EngineSettings(Section):
 
 class TextEngineSettings(EngineSettings):
     kind: str = "torch"
-    """Engine that generates: torch, which shares the learner's weights when both are in one process."""
+    """Engine that generates: torch, which shares the learner's weights when both are in one process, or vllm, in a
+    process of its own."""
+    gpu_memory: Annotated[float, _WITH_VLLM] = Field(0.9, gt=0, le=1)
+    """Share of each GPU's memory that vllm takes for weights and caches; a CPU has no such limit."""
+    sleep: Annotated[bool, _WITH_VLLM] = False
+    """Free the engine's GPU memory during updates, for an engine that shares its GPU with the learner."""
     context: int = Field(2048, ge=2)
     """Maximum length of a sequence in tokens, including the prompt and all turns; an answer that reaches it ends with
     finish reason `length`. The cache grows up to this length as needed."""

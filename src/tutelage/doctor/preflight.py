@@ -24,7 +24,7 @@ def preflight(parts: Parts) -> list[str]:
     Raises UserError if no checkpoint fits the disk: the run would be lost at its first one.
     """
     notes = []
-    for result in parts.modality.evaluator(_Quick(parts)):
+    for result in parts.modality.choose(_Quick(parts)):
         if result.name == "disk" and result.status == "fail":
             raise UserError(f"out: {result.found}. To go on, {result.todo}")
         if result.status in ("warn", "fail"):

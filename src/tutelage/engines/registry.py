@@ -48,6 +48,14 @@ class TextSpec:
     """prompt tokens whose keys and values are kept for the other samples of the same prompts"""
     decode: Callable[[list[int]], str] | None = None
     """turns ids into text, to find stop strings"""
+    dtype: str = "auto"
+    """of a model that the engine loads itself"""
+    devices: int = 1
+    """GPUs over which an engine may split its model"""
+    gpu_memory: float = 0.9
+    """share of a GPU's memory that an engine with a process of its own may take"""
+    sleeps: bool = False
+    """whether the engine must be able to sleep"""
 
 
 @dataclass(frozen=True, slots=True)

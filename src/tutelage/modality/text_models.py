@@ -15,6 +15,7 @@ from tutelage import __version__
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.config.engines import ENGINES
+from tutelage.config.pools import pool_members
 from tutelage.config.schema import Config, ModelSettings
 from tutelage.data.notes import Report, silent
 from tutelage.engines.contract import Engine
@@ -185,6 +186,9 @@ def student_engine(
         vocabulary=vocabulary,
         decode=tokenizer.decode,
         prefix_tokens=_prefix_tokens(config),
+        devices=_devices(config, "engine.pool"),
+        gpu_memory=config.engine.gpu_memory,
+        sleeps=config.engine.sleep,
     )
     return build_engine(config.engine.kind, spec)
 
@@ -202,6 +206,9 @@ def teacher_engine(config: Config, name: str, vocabulary: int, device: str, load
         temperature=config.teacher_temperature(name),
         vocabulary=vocabulary,
         prefix_tokens=_prefix_tokens(config),
+        dtype=settings.dtype,
+        devices=_devices(config, f"teachers.{name}.pool"),
+        gpu_memory=settings.engine.gpu_memory,
     )
     return build_engine(settings.engine.kind, spec)
 
@@ -240,8 +247,18 @@ def reference_engine(config: Config, vocabulary: int, report: Report = silent, d
         context=config.engine.context,
         temperature=temperature,
         vocabulary=vocabulary,
+        devices=_devices(config, "algorithm.reference_pool"),
+        gpu_memory=config.engine.gpu_memory,
     )
     return build_engine(config.engine.kind, spec)
+
+
+def _devices(config: Config, key: str) -> int:
+    """GPUs of a replica of the member whose pool `key` names; 1 where it has none of its own."""
+    if config.runtime != "ray":
+        return 1
+    pool = config.pools[next(member.pool for member in pool_members(config) if member.key == key)]
+    return pool.devices if pool.device == "gpu" else 1
 
 
 def _prefix_tokens(config: Config) -> int:

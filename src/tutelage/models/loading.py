@@ -185,6 +185,19 @@ def save_hf(
         tokenizer.save_pretrained(directory)
 
 
+def describe(model: PreTrainedModel, directory: str) -> None:
+    """Write the config.json of a model, which may have fewer layers than its files say."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+
+
+def whole_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return all weights by the names that a saved model has, with LoRA adapters merged; tied weights by all their
+    names. Unchanged tensors are shared."""
+    return _plain_state(model, merged=True)
+
+
 def read_config(settings: ModelSettings) -> PretrainedConfig:
     """Return the config of a model, and refuse one whose attention does not support packs."""
     directory = resolve(settings.path)
