@@ -178,7 +178,7 @@ class DataSettings(Section):
 
 
 class RolloutSettings(Section):
-    """RolloutSettings settings shared by all modalities."""
+    """Rollout settings shared by all modalities."""
 
     agent_loop: str = "single_turn"
     """Agent loop for rows that do not name one."""
