@@ -21,7 +21,8 @@ from tutelage.backends import process
 from tutelage.backends.contract import LearnResult
 from tutelage.backends.given import GivenCode
 from tutelage.backends.inline import learner_state, restore_learner, take_seconds, teacher_counts
-from tutelage.backends.ray.cluster import actor_id, node_address
+from tutelage.backends.placement import ProcessPlace
+from tutelage.backends.ray.cluster import actor_id, gpu_ids, node_address
 from tutelage.backends.ray.coordinator import (
     Coordinator,
     ProcessStart,
@@ -106,8 +107,17 @@ def device_of(name: str, pool: PoolSettings) -> str:
 class Actor:
     """The base of all actors."""
 
+    settings: ProcessConfig
+
     async def pid(self) -> int:
         return os.getpid()
+
+    async def place(self) -> ProcessPlace:
+        """Return where this process is and what it computes on."""
+        pool = self.settings.config.pools[self.settings.pool]
+        if pool.device == "gpu":
+            return ProcessPlace(node_address(), "gpu", gpu_ids())
+        return ProcessPlace(node_address(), "cpu", (), pool.devices)
 
 
 class EngineActor(Actor):
@@ -115,7 +125,7 @@ class EngineActor(Actor):
 
     def __init__(self, settings: ProcessConfig, role: Role, teacher: str, name: str) -> None:
         settings.enter()
-        coordinator = find_coordinator()
+        self.settings, coordinator = settings, find_coordinator()
         config, vocabulary, device = settings.config, settings.vocabulary, settings.device
         self.name = name
         modality = modality_of(config)
@@ -258,7 +268,7 @@ class RolloutActor(Actor):
 
     def __init__(self, settings: ProcessConfig, name: str) -> None:
         settings.enter()
-        config, coordinator = settings.config, find_coordinator()
+        self.settings, config, coordinator = settings, settings.config, find_coordinator()
         queue, engines = fetch_handles(coordinator)
         balancers = connect_load_balancers(coordinator, name)
         modality = modality_of(config)
