@@ -32,6 +32,8 @@ class Abilities:
     module: str
     """its module in `tutelage.engines`"""
     makes: Makes
+    package: str = ""
+    """the optional package that it needs; the extra that brings it has the same name"""
     embedded: bool = False
     """computes with a model of this package, in the process that builds it"""
     generates: bool = True
@@ -61,6 +63,7 @@ ENGINES: dict[str, Abilities] = {
     "vllm": Abilities(
         module="vllm",
         makes="text",
+        package="vllm",
         scores=frozenset({"sampled", "top_k", "given", "hidden"}),
         weights=frozenset({"whole"}),
         reproducible=False,  # numbers are drawn from the seed, but vLLM's rounding depends on what shares the batch

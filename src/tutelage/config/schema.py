@@ -245,6 +245,8 @@ class TextValidationSettings(ValidationSettings, TextSampling):
 class EngineSettings(Section):
     """Engine settings shared by all modalities."""
 
+    kind: str = ""
+    """Engine that generates."""
     slots: int = Field(32, ge=1)
     """Number of sequences, images or videos that are generated concurrently."""
     pool: Annotated[str, ON_RAY] = "student"

@@ -41,6 +41,7 @@ from tutelage.backends.ray.faults import all_within, needing
 from tutelage.backends.ray.handles import ActorHandle, Stored
 from tutelage.backends.ray.rollout import RayRollout
 from tutelage.checkpoint.store import Best, Checkpoint, CheckpointStore
+from tutelage.config.engines import ENGINES
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import RunConfig
 from tutelage.data.notes import Report
@@ -135,6 +136,8 @@ class RayBackend:
         await self._each(self.engines.all(), EngineActor.forget_prefixes)
 
     async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> LearnResult:
+        if ENGINES[self.config.engine.kind].sleeps:
+            await self._each(self.engines.student, EngineActor.sleep)  # `publish` wakes them
         found = await self._all_ranks(LearnerActor.learn, ref, rate, schedule, shown)
         hands = [[row for row in hand if row < shown] for hand in self._hands(ref)]
         return found[0][0], in_order([(hand, part[1]) for hand, part in zip(hands, found, strict=True)])

@@ -112,6 +112,7 @@ class VllmEngine(Engine):
         self._writer: asyncio.StreamWriter | None = None
         self._gone: str | None = "it was not started"
         self._loading = asyncio.Lock()
+        self._asleep = False
 
     # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -156,18 +157,28 @@ class VllmEngine(Engine):
                 self._tell(Stop(number))
 
     async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
+        if self._asleep and source is None:
+            raise EngineError("vLLM sleeps and has dropped its weights: it wakes when new ones are loaded")
         async with self._loading:
             with _shared_memory() as memory:
                 places = await asyncio.to_thread(_lay_out, memory, source) if source is not None else None
                 file = f"/proc/{os.getpid()}/fd/{memory}"
                 await self._ask(Load(next(self._numbers), version, file, places))
+                self._asleep = False
                 if places:
                     self.counts.loads += 1
                     self.counts.load_bytes += os.fstat(memory).st_size
         self.version = version
 
     async def sleep(self) -> None:
+        """Free the memory of the device, if the recipe asks for it. Nothing may be under way, because keys and values
+        are dropped with the weights."""
+        if not self.spec.sleeps:
+            return
+        if self.in_flight:
+            raise EngineError(f"vLLM cannot sleep: {self.in_flight} requests are under way")
         await self._ask(Sleep(next(self._numbers)))
+        self._asleep = True
 
     @property
     def in_flight(self) -> int:
@@ -278,6 +289,8 @@ class VllmEngine(Engine):
         return "\n  ".join([how, *lines])
 
     def _send(self, message: HostSettings | Order) -> None:
+        if self._asleep and isinstance(message, Write | Judge):
+            raise EngineError("vLLM sleeps: it takes requests again when new weights are loaded")
         if self._gone is not None:
             raise ReplicaGone(f"vLLM does not run: {self._gone}")
         assert self._writer is not None
