@@ -253,8 +253,6 @@ class EngineSettings(Section):
     """Pool of the student's engines, with one engine per replica."""
     score_every: int = Field(8, ge=1)
     """Number of generation steps between two scoring batches while the engine is generating."""
-    kind: str = ""
-    """Engine that generates; each modality has its own."""
 
 
 class TextEngineSettings(EngineSettings):

@@ -60,7 +60,7 @@ def examine(config: RunConfig, report: Report = silent) -> list[CheckResult]:
     modality = modality_of(config, report)
     modality.require_packages()
     modality.check_engines()
-    return modality.evaluator(_Examinations(report))
+    return modality.choose(_Examinations(report))
 
 
 @dataclass(frozen=True, slots=True)
