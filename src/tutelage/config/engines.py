@@ -66,6 +66,7 @@ ENGINES: dict[str, Abilities] = {
         package="vllm",
         scores=frozenset({"sampled", "top_k", "given", "hidden"}),
         weights=frozenset({"whole"}),
+        spans_devices=True,  # by tensor parallelism
         reproducible=False,  # numbers are drawn from the seed, but vLLM's rounding depends on what shares the batch
         sleeps=True,
     ),
