@@ -44,7 +44,12 @@ from tutelage.rewards.contract import REWARDS
 from tutelage.rollout.contract import LOOPS
 from tutelage.toys.digits import RECIPE, build
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "bench" / "README.md",
+    ROOT / "examples" / "README.md",
+]
 LANGUAGES = ("console", "python", "yaml", "text")
 _FENCE = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<language>.*)")
 _SKIPPED = re.compile(r"<!-- not run here:(?P<reason>.*)-->")
