@@ -10,6 +10,7 @@ from tutelage.config.schema import Config
 from tutelage.data.prompts import Prompts, PromptSet
 from tutelage.doctor.result import CheckResult
 from tutelage.errors import UserError
+from tutelage.modality.prompt_checks import Reaches
 from tutelage.models.tokenizers import SafeTokenizer
 
 _row = partial(CheckResult, "data")
@@ -67,8 +68,8 @@ def overlap(prompts: Prompts) -> CheckResult:
     return result(status="fail" if shared > FEW * len(heldout) else "warn", found=found, todo=todo)
 
 
-def lengths(config: Config, prompts: Prompts, tokenizer: SafeTokenizer) -> CheckResult:
-    """Prompts in tokens, against the limits of the recipe."""
+def lengths(config: Config, prompts: Prompts, tokenizer: SafeTokenizer, reaches: Reaches) -> CheckResult:
+    """Prompts in tokens, against the limits of the recipe and of its models."""
     result = partial(_row, "lengths")
     said, excess = [], 0
     answers = (config.rollout.max_tokens, config.validation.max_tokens)
@@ -77,7 +78,8 @@ def lengths(config: Config, prompts: Prompts, tokenizer: SafeTokenizer) -> Check
             counts = _counts(rows, tokenizer)
         except UserError as error:
             return result(status="fail", found=str(error), todo="correct the rows, or set data.template")
-        limit = min(config.data.max_prompt_tokens, config.engine.context - answer)
+        longest = min([config.engine.context, *(reach.tokens for reach in reaches.values() if reach is not None)])
+        limit = min(config.data.max_prompt_tokens, longest - answer)
         over = sum(count > limit for count in counts)
         excess += over
         middle = sorted(counts)[len(counts) // 2]
@@ -91,8 +93,10 @@ def lengths(config: Config, prompts: Prompts, tokenizer: SafeTokenizer) -> Check
         return result(
             status="warn", found=f"{found}; data.overlong leaves these out", todo="raise data.max_prompt_tokens"
         )
-    todo = "raise data.max_prompt_tokens or engine.context, or leave such rows out with data.overlong=skip"
-    return result(status="fail", found=found, todo=todo)
+    return result(status="fail", found=found, todo=f"{_RAISE}, or leave such rows out with data.overlong=skip")
+
+
+_RAISE = "raise data.max_prompt_tokens or engine.context as far as the models go, or shorten the prompts"
 
 
 def _counts(rows: PromptSet, tokenizer: SafeTokenizer) -> list[int]:
