@@ -28,7 +28,7 @@ def test_columns_are_listed(tmp_path: Path) -> None:
     rows = [{"prompt": "One?", "ground_truth": 1, "topic": "maths"}, {"prompt": "Two?"}]
     found = checks(tmp_path, rows, ["Three?"])["columns"]
     assert found.status == "ok"
-    assert "train.jsonl: 2 prompts, 1 with a ground truth, further columns topic" in found.found
+    assert "train.jsonl): 2 prompts, 1 with a ground truth, further columns topic" in found.found
 
 
 @pytest.mark.parametrize(("repeats", "status"), [(0, "ok"), (1, "ok"), (2, "warn")])
