@@ -149,8 +149,8 @@ def furnish(root: Path) -> None:
 
 
 def smaller(words: list[str]) -> list[str]:
-    """Return a command of `tutelage` with tiny models and, if it trains, few steps."""
-    if words[0] != "train":
+    """Return a command of `tutelage` with tiny models and few steps, if it loads models."""
+    if words[0] not in ("train", "doctor"):
         return words
     config = load(words[1], [word for word in words[2:] if "=" in word]).config
     if not isinstance(config, Config):
