@@ -41,6 +41,7 @@ from tutelage.planning.memory import (
     optimizer_bytes,
     parameters,
     readable,
+    served_elsewhere,
 )
 
 GATHERED_LAYERS = 2
@@ -133,7 +134,9 @@ def _memory(
     teacher = member.key.removeprefix("teachers.").removesuffix(".pool")
     is_teacher = member.key.startswith("teachers.")
     known = sizes[f"teachers.{teacher}" if is_teacher else "student"]
-    if known is None:
+    if is_teacher and config.teachers[teacher].url:
+        yield Item(member.name, 0, served_elsewhere(config.teachers[teacher]))
+    elif known is None:
         yield Item(member.name, None, not_made((config.teachers[teacher] if is_teacher else config.student).path))
     elif member.key == "learner.pool":
         yield from _learning(config, algorithm, known, pool)

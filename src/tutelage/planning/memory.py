@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tutelage.algorithms.contract import Algorithm
-from tutelage.config.schema import Config, TextOptimizerSettings
+from tutelage.config.schema import Config, TextOptimizerSettings, TextTeacherSettings
 from tutelage.engines.torch_lm import CACHE_BLOCK
 from tutelage.modality.text_models import PREFIX_TOKENS, model_owners
 from tutelage.models.sizes import Sizes, Weights
@@ -87,6 +87,9 @@ def embedded_memory(config: Config, algorithm: Algorithm, sizes: Mapping[str, Si
     owners = model_owners(config)
     for name, teacher in config.teachers.items():
         known = sizes[f"teachers.{name}"]
+        if teacher.url:
+            yield Item(f"teacher {name} weights", 0, served_elsewhere(teacher))
+            continue
         if owners[name] != name:
             yield Item(f"teacher {name} weights", 0, f"the model of teacher {owners[name]}, which is loaded once")
             continue
@@ -148,6 +151,10 @@ def _cache(config: Config, student: Sizes) -> Item:
 
 def parameters(weights: Weights) -> str:
     return f"{weights.numbers:,} parameters × {weights.bytes / max(weights.numbers, 1):g} bytes"
+
+
+def served_elsewhere(teacher: TextTeacherSettings) -> str:
+    return f"{teacher.source}: the server has the model"
 
 
 def not_made(path: str) -> str:

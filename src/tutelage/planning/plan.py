@@ -313,8 +313,8 @@ def _made_up(needs: Iterable[str]) -> Batch:
 def _all_sizes(config: Config) -> dict[str, Sizes | None]:
     """Return the sizes of all models by their key in the recipe. Errors are reported together."""
     models: dict[str, ModelSettings] = {"student": config.student}
-    models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
-    sizes: dict[str, Sizes | None] = {}
+    models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items() if not teacher.url}
+    sizes: dict[str, Sizes | None] = {f"teachers.{name}": None for name in config.teachers}
     mistakes: list[str] = []
     for key, settings in models.items():
         try:

@@ -51,7 +51,10 @@ def same_teacher(config: RunConfig, step: int, metrics: Mapping[str, float]) -> 
     """Advice for a run whose teachers agree with the student from the start."""
     if step != 1 or not config.teachers or not abs(metrics.get("divergence", 1.0)) < SAME:
         return None
-    paths = ", ".join(f"teachers.{name}.path = {teacher.path}" for name, teacher in config.teachers.items())
+    paths = ", ".join(
+        f"teachers.{name}.{'path' if teacher.path else 'url'} = {teacher.source}"
+        for name, teacher in config.teachers.items()
+    )
     cures = [
         f"check the paths (student.path = {config.student.path}; {paths}): a teacher with the student's own weights "
         "has nothing to teach",
