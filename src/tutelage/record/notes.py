@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tutelage.config.algorithms import Learning, Reinforcement
 from tutelage.config.diffusion import Compared
@@ -118,3 +120,17 @@ def reference_gap(metrics: Mapping[str, float]) -> str | None:
         f"reference_gap {metrics['reference_gap']:.2g} nats (at most {metrics['reference_gap_max']:.2g}): how far "
         "the learner's log-probs are from the model's own forward pass, on rows of this run's first batch"
     )
+
+
+def server_failures(teachers: Mapping[str, Any]) -> list[str]:
+    """What went wrong with the servers of teachers behind a URL, from the counts of their engines: those of one engine,
+    or a list with those of several."""
+    lines = []
+    for name, counted in teachers.items():
+        engines = counted if isinstance(counted, list) else [counted]
+        failures = sum((Counter(counts.get("failures", {})) for counts in engines), Counter[str]())
+        if failures:
+            asked = sum(counts["requests"] for counts in engines)
+            each = ", ".join(f"{what} {number} times" for what, number in sorted(failures.items()))
+            lines.append(f"teachers.{name}: {failures.total()} of {asked} requests failed ({each})")
+    return lines

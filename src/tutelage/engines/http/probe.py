@@ -273,9 +273,12 @@ async def _all_of(
         async with free:
             await compare(dialect, string)
 
-    async with asyncio.TaskGroup() as tasks:
-        for string in strings:
-            tasks.create_task(one(string))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for string in strings:
+                tasks.create_task(one(string))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class WrongModel(EngineError):
