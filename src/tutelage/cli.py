@@ -142,10 +142,9 @@ def plan_command(args: argparse.Namespace) -> int:
 
     nodes = describe_cluster(args.cluster) if args.cluster is not None else None
     config = load(args.recipe, [*args.overrides, *(["runtime=ray"] if nodes else [])]).config
-    from tutelage.modality import modality_of
     from tutelage.planning.plan import plan, show
 
-    planned = plan(modality_of(config).plannable(args.recipe), nodes)
+    planned = plan(config, nodes)
     if args.json:
         import json
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from completions_server import MODEL, Completions, Fault, faulty, serve
@@ -169,3 +170,20 @@ def test_a_plan_asks_no_server(tmp_path: Path) -> None:
     config["teachers"] = {"main": {"url": "http://127.0.0.1:9/v1", "model": "big"}}
     planned = planning.plan(tiny.Config.model_validate(config))
     assert "big at http://127.0.0.1:9/v1: the server has the model" in str(planned)
+
+
+def test_scores_of_a_server_are_cached_by_its_address_model_and_weights(
+    tmp_path: Path, server: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path / "cache"))
+    url, completions = server
+    answers = []
+    for name in ("first", "second"):
+        run = trained(tmp_path, name, SAMPLED, **behind(url), cache=True)
+        answers.append(json.loads((run / "summary.json").read_text())["teachers"]["main"]["answers"])
+    assert answers[0] > 0
+    assert answers[1] == 0, "the second run asks for the same"
+    with torch.no_grad():
+        completions.model.lm_head.weight.mul_(0.5)
+    run = trained(tmp_path, "third", SAMPLED, **behind(url), cache=True)
+    assert json.loads((run / "summary.json").read_text())["teachers"]["main"]["answers"] == answers[0]

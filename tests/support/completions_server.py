@@ -301,6 +301,8 @@ class _Proxy(BaseHTTPRequestHandler):
 def _spoiled(answer: Any, fault: Fault) -> Any:
     choice = answer["choices"][0]
     values: dict[str, Any] = {"nan": float("nan"), "null": None, "minus infinity": -9999.0, "positive": 0.5}
+    if "prompt_logprobs" not in choice:
+        return answer
     rows = choice["prompt_logprobs"]
     if fault == "short":
         rows.pop()

@@ -1,7 +1,8 @@
 """The table of engines: what each can do, known before any engine is imported.
 
 An engine declares here what it makes, what it scores and how it takes weights. What a recipe asks beyond that is
-refused before a model is loaded. The engine itself is one module of `tutelage.engines`, which has a function `build`.
+refused before a model is loaded. The engine itself is one module or package of `tutelage.engines`,
+which has a function `build`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 Makes = Literal["text", "media"]
 ScoreField = Literal["sampled", "top_k", "given", "hidden", "step_mean"]
-TakesWeights = Literal["shared", "tensors"]
+TakesWeights = Literal["shared", "tensors", "whole"]
 
 SCORE_FIELDS: Mapping[ScoreField, str] = {
     "sampled": "the log-prob of the sampled token",
@@ -38,10 +39,14 @@ class Abilities:
     max_top_k: int | None = None
     """the most tokens that `top_k` and `given` may name at one position; None is no limit"""
     weights: frozenset[TakesWeights] = frozenset()
-    """`shared`: computes with the learner's own tensors; `tensors`: copies named tensors. A student needs one of
-    them"""
+    """`shared`: computes with the learner's own tensors; `tensors`: copies those that learn, by name; `whole`: copies
+    all tensors of the model, with adapters merged. A student needs one of them"""
+    spans_devices: bool = False
+    """computes on all devices of a replica; otherwise on one of them, or with one thread for each of its CPUs"""
     reproducible: bool = False
     """draws depend on seed, tokens and weights alone: a repeated request gives the same answer"""
+    sleeps: bool = False
+    """can free the memory of its device while the learner computes"""
 
 
 ENGINES: dict[str, Abilities] = {
@@ -58,6 +63,14 @@ ENGINES: dict[str, Abilities] = {
         makes="text",
         generates=False,
         scores=frozenset({"sampled", "top_k"}),
+    ),
+    "vllm": Abilities(
+        module="vllm",
+        makes="text",
+        scores=frozenset({"sampled", "top_k", "given", "hidden"}),
+        weights=frozenset({"whole"}),
+        reproducible=False,  # numbers are drawn from the seed, but vLLM's rounding depends on what shares the batch
+        sleeps=True,
     ),
     "diffusion": Abilities(
         module="diffusion",

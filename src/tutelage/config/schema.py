@@ -58,6 +58,7 @@ __all__ = [
 LONGEST_NAME = 200
 """Maximum length of a run's name in bytes. File systems allow 255, and archiving tools append to the name."""
 _OF_TEXT = ReadWhen({"modality": ("text",)})
+_WITH_VLLM = ReadWhen({"engine": lambda engine: engine.kind == "vllm"})
 
 
 class LoraSettings(Section):
@@ -93,7 +94,10 @@ class ScorerSettings(Section):
 
 class TextScorerSettings(ScorerSettings):
     kind: str = "torch"
-    """Engine that scores: torch, in the process of its replica, or http, a server; http is chosen by `url`."""
+    """Engine that scores: torch, in the process of its replica; vllm, in a process of its own; http, a server, which
+    `url` chooses."""
+    gpu_memory: Annotated[float, Rare()] = Field(0.9, gt=0, le=1)
+    """Share of each GPU's memory that vllm takes for weights and caches; a CPU has no such limit."""
 
     @field_validator("kind")
     @classmethod
@@ -108,6 +112,9 @@ class TeacherSettings(ModelSettings):
     """The engine of its replicas."""
     pool: Annotated[str | None, ON_RAY] = None
     """Pool of the teacher's replicas, which no other member may use; null uses the pool with the teacher's name."""
+    cache: bool = False
+    """Keep the teacher's scores on disk, below the cache directory, and use them again in any run that asks for the
+    same."""
 
     @property
     def source(self) -> str:
@@ -129,6 +136,9 @@ class TextTeacherSettings(ServedSettings, TeacherSettings):
     """The engine of its replicas."""
     max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
     """Maximum number of log-probs per token that its engine returns; null is no limit, as for the embedded engine."""
+    cache_gb: Annotated[float, Rare()] = Field(10.0, gt=0)
+    """Maximum size in gigabytes of the directory in which all runs keep teacher scores; those that were not used for
+    the longest time are removed first."""
 
     @field_validator("temperature", mode="before")
     @classmethod
@@ -188,7 +198,7 @@ class DataSettings(Section):
 
 
 class RolloutSettings(Section):
-    """RolloutSettings settings shared by all modalities."""
+    """Rollout settings shared by all modalities."""
 
     agent_loop: str = "single_turn"
     """Agent loop for rows that do not name one."""
@@ -233,7 +243,7 @@ class TextRolloutSettings(RolloutSettings, TextSampling):
 
 
 class ValidationSettings(Section):
-    """ValidationSettings settings shared by all modalities."""
+    """Evaluation settings shared by all modalities."""
 
     every: int = Field(0, ge=0)
     """Number of steps between evaluations; 0 evaluates only before and after training."""
@@ -261,11 +271,18 @@ class EngineSettings(Section):
     """Pool of the student's engines, with one engine per replica."""
     score_every: int = Field(8, ge=1)
     """Number of generation steps between two scoring batches while the engine is generating."""
+    kind: str = ""
+    """Engine that generates; each modality has its own."""
 
 
 class TextEngineSettings(EngineSettings):
     kind: str = "torch"
-    """Engine that generates: torch, which shares the learner's weights when both are in one process."""
+    """Engine that generates: torch, which shares the learner's weights when both are in one process, or vllm, in a
+    process of its own."""
+    gpu_memory: Annotated[float, _WITH_VLLM] = Field(0.9, gt=0, le=1)
+    """Share of each GPU's memory that vllm takes for weights and caches; a CPU has no such limit."""
+    sleep: Annotated[bool, _WITH_VLLM] = False
+    """Free the engine's GPU memory during updates, for an engine that shares its GPU with the learner."""
     context: int = Field(2048, ge=2)
     """Maximum length of a sequence in tokens, including the prompt and all turns; an answer that reaches it ends with
     finish reason `length`. The cache grows up to this length as needed."""
@@ -420,9 +437,9 @@ class RunConfig(Section):
     """Device of all models in a single process: auto (the first GPU if torch sees one, else the CPU), cpu, cuda or
     cuda:N."""
     runtime: Literal["inline", "ray"] = "inline"
-    """Where the run executes: in this process (inline) or on a RaySettings cluster."""
+    """Where the run executes: in this process (inline) or on a Ray cluster."""
     ray: Annotated[RaySettings, ON_RAY] = RaySettings()
-    """The RaySettings cluster, its deadlines and limits."""
+    """The Ray cluster, its deadlines and limits."""
     pools: Annotated[dict[str, PoolSettings], ON_RAY] = Field(default_factory=dict)
     """Resource pools by name; the default pools (student, learner, rewards and one per teacher) have one replica on one
     CPU unless they are defined here."""

@@ -275,10 +275,20 @@ class Engine(ABC):
     async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
         """Take weights of that version (None: the weights are shared and already in place) and drop old caches."""
 
+    async def sleep(self) -> None:  # noqa: B027  (most engines have nothing to free)
+        """Free the memory of the device until weights are loaded; no request may come before that. An engine that
+        cannot leaves this as it is."""
+
     @property
     @abstractmethod
     def in_flight(self) -> int:
         """Requests that wait or are under way."""
+
+    @property
+    def identity(self) -> str:
+        """A name that changes with the weights, for an engine whose weights are not files here: the address, the model
+        and what was found out about the server. Empty: the files of its path identify it."""
+        return ""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -66,6 +66,14 @@ class TextSpec:
     """turns ids into text, to find stop strings"""
     endpoint: Endpoint | None = None
     """the servers of an engine that computes elsewhere"""
+    dtype: str = "auto"
+    """of a model that the engine loads itself"""
+    devices: int = 1
+    """GPUs over which an engine may split its model"""
+    gpu_memory: float = 0.9
+    """share of a GPU's memory that an engine with a process of its own may take"""
+    sleeps: bool = False
+    """whether the engine must be able to sleep"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,10 +33,13 @@ from tutelage.engines.contract import (
 )
 from tutelage.engines.embedded import EmbeddedEngine, resolve
 from tutelage.engines.registry import TextSpec
+from tutelage.engines.text_draws import next_tokens, stacked_top_ids
+from tutelage.engines.text_requests import Decode, checked_generation, checked_score, stops
+from tutelage.engines.text_scores import ScoreRule, action_positions
 from tutelage.models.attention import KeyValueCache
 from tutelage.models.causal_lm import CausalLM, fill_cache
 from tutelage.models.packing import PrefixCache, pack
-from tutelage.policy.text import DrawSettings, draw, log_probs
+from tutelage.policy.text import uniform_numbers
 
 CACHE_BLOCK = 64
 """The key-value cache grows by multiples of this many positions."""
@@ -55,7 +58,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    top_ids: list[Tensor] = field(default_factory=list)
+    top_ids: list[Tensor | None] = field(default_factory=list)
     mass_cut: float = 0.0
     finish: Finish | None = None
     times: dict[str, float] = field(default_factory=dict)
@@ -63,12 +66,6 @@ class _Sequence:
     def so_far(self) -> Tensor:
         """The prompt and what was written after it."""
         return torch.cat([self.request.tokens, torch.tensor(self.tokens, dtype=torch.int64)])
-
-    def _top_ids(self) -> Tensor | None:
-        k = self.request.sampling.top_ids
-        if not k:
-            return None
-        return torch.stack(self.top_ids) if self.top_ids else torch.empty(0, k, dtype=torch.int64)
 
     def result(self) -> Generation:
         now = time.perf_counter()
@@ -78,7 +75,7 @@ class _Sequence:
             logp=torch.tensor(self.logp, dtype=torch.float32),
             version=torch.tensor(self.versions, dtype=torch.int32),
             finish=self.finish or "abort",
-            top_ids=self._top_ids(),
+            top_ids=stacked_top_ids(self.request.sampling, self.top_ids),
             mass_cut=self.mass_cut / max(len(self.tokens), 1),
             seconds={"wait": started - self.times["submitted"], "run": now - started},
         )
@@ -111,7 +108,7 @@ class TorchEngine(EmbeddedEngine[_Sequence, ScoreRequest]):
         batch_tokens: int = 1024,
         temperature: float = 1.0,
         vocabulary: int | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Decode | None = None,
         prefix_tokens: int = 0,
         logit_rows: int = 128,
         shares_weights: bool = False,
@@ -132,40 +129,19 @@ class TorchEngine(EmbeddedEngine[_Sequence, ScoreRequest]):
     # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, request: AnyRequest) -> Generation:
-        if not isinstance(request, GenerateRequest):
-            raise EngineError(f"request {request.id}: this engine continues tokens; it makes no media")
-        if len(request.tokens) == 0:
-            raise EngineError(f"request {request.id}: no tokens to continue")
-        if request.sampling.max_tokens < 1:
-            raise EngineError(f"request {request.id}: max_tokens = {request.sampling.max_tokens}, at least 1 is needed")
-        if request.sampling.stop_strings and self.decode is None:
-            raise EngineError(f"request {request.id}: stop strings need an engine with a decoder")
-        room = max(self.context - len(request.tokens), 0)
-        if request.sampling.max_tokens > room:
-            least = min(request.sampling.min_tokens, room)
-            request = replace(request, sampling=replace(request.sampling, min_tokens=least, max_tokens=room))
-        generator = torch.Generator().manual_seed(request.seed)
-        uniform = torch.rand(request.sampling.max_tokens, generator=generator, dtype=torch.float64)
+        request = checked_generation(request, self.context, self.decode)
+        numbers = uniform_numbers(request.seed, request.sampling.max_tokens)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        sequence = _Sequence(request, future, uniform.tolist())
+        sequence = _Sequence(request, future, numbers.tolist())
         sequence.times["submitted"] = time.perf_counter()
-        if not room:
+        if not request.sampling.max_tokens:
             sequence.finish = "length"
             return sequence.result()
         self._wait(request.order, sequence)
         return await future
 
     async def score(self, request: AnyScoreRequest) -> Scores:
-        if not isinstance(request, ScoreRequest) or request.want.step_mean:
-            raise EngineError(f"{request.key}: this engine scores tokens, not denoising steps")
-        reached = 1
-        for start, end in request.spans:
-            if not reached <= start <= end <= len(request.tokens):
-                raise EngineError(
-                    f"{request.key}: span {start}:{end} lies outside {reached}:{len(request.tokens)} "
-                    "(spans come in order, and nothing stands before token 0)"
-                )
-            reached = end
+        request = checked_score(request)
         reach = self.model.reach
         if reach is not None and len(request.tokens) > reach.tokens:
             raise EngineError(f"{request.key}: {len(request.tokens)} tokens are more than the model takes: {reach}")
@@ -262,45 +238,25 @@ class TorchEngine(EmbeddedEngine[_Sequence, ScoreRequest]):
         self._draw(sequences, hidden)
 
     def _draw(self, sequences: list[_Sequence], hidden: Tensor) -> None:
-        logits = self.model.head(hidden, self.vocabulary)
-        device = logits.device
-        samplings = [s.request.sampling for s in sequences]
-        settings = DrawSettings(
-            temperature=torch.tensor([s.temperature for s in samplings], device=device),
-            top_p=torch.tensor([s.top_p for s in samplings], device=device),
-            top_k=torch.tensor([s.top_k for s in samplings], device=device),
-            truncated=any(s.top_p < 1.0 or s.top_k > 0 for s in samplings),
+        drawn = next_tokens(
+            self.model.head(hidden, self.vocabulary),
+            [s.request.sampling for s in sequences],
+            [len(s.tokens) for s in sequences],
+            [s.uniform[len(s.tokens)] for s in sequences],
         )
-        uniform = torch.tensor([s.uniform[len(s.tokens)] for s in sequences], dtype=torch.float64, device=device)
-        drawn = draw(logits, uniform, settings, _banned(sequences, logits))
-        if wanted := min(max(s.top_ids for s in samplings), logits.shape[-1]):
-            for sequence, best in zip(sequences, logits.topk(wanted, dim=-1).indices.cpu(), strict=True):
-                if sequence.request.sampling.top_ids:
-                    sequence.top_ids.append(best[: sequence.request.sampling.top_ids].clone())
-        for sequence, token, logp, cut in zip(
-            sequences, drawn.ids.tolist(), drawn.logp.tolist(), drawn.mass_cut.tolist(), strict=True
-        ):
-            sequence.tokens.append(token)
-            sequence.logp.append(logp)
+        for sequence, token in zip(sequences, drawn, strict=True):
+            sequence.tokens.append(token.id)
+            sequence.logp.append(token.logp)
             sequence.versions.append(self.version)
-            sequence.mass_cut += cut
+            sequence.top_ids.append(token.top_ids)
+            sequence.mass_cut += token.mass_cut
             sequence.finish = sequence.finish or self._finished(sequence)
 
     def _finished(self, sequence: _Sequence) -> Finish | None:
         sampling, tokens = sequence.request.sampling, sequence.tokens
-        if len(tokens) >= sampling.min_tokens:
-            if tokens[-1] in sampling.stop_ids:
-                return "stop"
-            if any(self._completes(tokens, stop) for stop in sampling.stop_strings):
-                return "stop"
+        if stops(sampling, tokens, self.decode):
+            return "stop"
         return "length" if len(tokens) >= sampling.max_tokens else None
-
-    def _completes(self, tokens: list[int], stop: str) -> bool:
-        """Whether the last token completes the string (one that was complete before min_tokens does not count)."""
-        assert self.decode is not None
-        window = tokens[-(4 * len(stop) + 8) :]  # a character may be four tokens of one byte each
-        now = self.decode(window).count(stop)
-        return now > 0 and now > self.decode(window[:-1]).count(stop)
 
     def _retire(self) -> None:
         """Answer finished sequences and close the gaps in the cache."""
@@ -333,57 +289,10 @@ class TorchEngine(EmbeddedEngine[_Sequence, ScoreRequest]):
 
     def _scores_of(self, request: ScoreRequest, hidden: Tensor, row: Tensor) -> Scores:
         """The state before position t judges the token at t."""
-        actions = torch.cat([torch.arange(a, b) for a, b in request.spans] or [torch.empty(0, dtype=torch.int64)])
+        actions, head = action_positions(request), self.model.head
         states = hidden[row[actions - 1].to(hidden.device)]
-        want = request.want
-        logp, ids, top, given, outside = [], [], [], [], []
-        narrowed = self.vocabulary is not None and self.vocabulary < self.model.head.vocabulary
-        if want.sampled or want.top_k or want.given or narrowed:
-            taken = request.tokens[actions].to(hidden.device)
-            for at in range(0, len(states), self.logit_rows):
-                chunk = slice(at, at + self.logit_rows)
-                logits = self.model.head(states[chunk])
-                if narrowed:
-                    outside.append(logits.softmax(-1)[:, self.vocabulary :].sum(-1))
-                    logits = logits[:, : self.vocabulary]
-                distribution = log_probs(logits, self.temperature)
-                logp.append(distribution.gather(-1, taken[chunk, None]).squeeze(-1))
-                if want.top_k:
-                    best = distribution.topk(min(want.top_k, distribution.shape[-1]), dim=-1)
-                    ids.append(best.indices)
-                    top.append(best.values)
-                if want.given:
-                    assert request.ids is not None
-                    given.append(distribution.gather(-1, request.ids[chunk].to(hidden.device)))
-        empty = torch.empty(0, want.top_k)
-        return Scores(
-            logp=torch.cat(logp or [torch.empty(0)]).cpu() if want.sampled else None,
-            topk_ids=torch.cat(ids or [empty.long()]).cpu() if want.top_k else None,
-            topk_logp=torch.cat(top or [empty]).cpu() if want.top_k else None,
-            given_logp=torch.cat(given or [torch.empty(0, _width(request))]).cpu() if want.given else None,
-            hidden=states.float().cpu() if want.hidden else None,
-            mass_outside=torch.cat(outside or [torch.empty(0)]).cpu() if narrowed else None,
-        )
-
-
-def _width(request: ScoreRequest) -> int:
-    """Ids that the request names at each action."""
-    return request.ids.shape[-1] if request.ids is not None else 0
-
-
-def _banned(sequences: list[_Sequence], logits: Tensor) -> Tensor | None:
-    """Stop ids may not be drawn before min_tokens."""
-    early = [
-        (row, list(s.request.sampling.stop_ids))
-        for row, s in enumerate(sequences)
-        if len(s.tokens) < s.request.sampling.min_tokens and s.request.sampling.stop_ids
-    ]
-    if not early:
-        return None
-    banned = torch.zeros_like(logits, dtype=torch.bool)
-    for row, ids in early:
-        banned[row, ids] = True
-    return banned
+        rule = ScoreRule(self.vocabulary, self.temperature, self.logit_rows)
+        return rule(head, head.vocabulary, states, request.tokens[actions], request.want, request.ids)
 
 
 def build(spec: TextSpec) -> TorchEngine:

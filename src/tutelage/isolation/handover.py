@@ -17,6 +17,9 @@ from typing import Any
 from tutelage.config.plugins import PLUGIN_MODULE
 from tutelage.errors import UserError
 
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+"""Names of the directories that packages are installed into, also of those that another environment or the user has."""
+
 
 def is_handed(value: object) -> bool:
     """Whether a registered function or class exists in the calling program only. Every process loads plugins itself."""
@@ -35,13 +38,13 @@ def pickled(values: Mapping[str, Any], what: str) -> bytes:
     setting that they belong to."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    local = [module for module in list(sys.modules.values()) if _is_local(module)]
-    for module in local:
+    local = {module.__name__: module for module in list(sys.modules.values()) if _is_local(module)}
+    for module in local.values():
         cloudpickle.register_pickle_by_value(module)
     try:
         return b"".join(_one(cloudpickle, name, value, what) for name, value in values.items())
     finally:
-        for module in local:
+        for module in local.values():
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -76,6 +79,8 @@ def _is_local(module: ModuleType) -> bool:
     if not file or name == "__main__" or name.split(".")[0] == "tutelage" or sys.modules.get(name) is not module:
         return False
     path = Path(file).resolve()
+    if not _PACKAGES.isdisjoint(path.parts):
+        return False
     return not any(path.is_relative_to(Path(directory).resolve()) for directory in _installed())
 
 

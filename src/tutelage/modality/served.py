@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from tutelage.config.engines import Abilities
 from tutelage.config.schema import TextTeacherSettings
 from tutelage.data.notes import Report
-from tutelage.engines.http.probe import ServerFindings, probe
+from tutelage.engines.http.probe import ServerFindings, finished, probe
 from tutelage.engines.registry import Endpoint
 from tutelage.errors import UserError
 from tutelage.models.attention_range import Reach
 from tutelage.models.tokenizers import SafeTokenizer
-
-T = TypeVar("T")
 
 HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -69,7 +63,7 @@ def probe_teacher(name: str, settings: TextTeacherSettings, tokenizer: SafeToken
         return [await probe(servers, url, tokenizer, trust_tokenizer=trusted) for url in servers.urls]
 
     try:
-        found = ServedTeacher(tuple(_finished(ask())))
+        found = ServedTeacher(tuple(finished(ask())))
     except UserError as error:
         raise UserError(f"teachers.{name}: {error}") from None
     for server in found.servers:
@@ -82,13 +76,3 @@ def probe_teacher(name: str, settings: TextTeacherSettings, tokenizer: SafeToken
         if settings.key_env is not None and urlsplit(url).scheme == "http" and urlsplit(url).hostname not in HERE:
             report(f"teachers.{name}: the key of {settings.key_env} travels to {url} unencrypted: use https")
     return found
-
-
-def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, also where an event loop is running already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()

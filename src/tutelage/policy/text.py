@@ -45,6 +45,12 @@ class DrawSettings:
     """whether any row uses top_p or top_k"""
 
 
+def uniform_numbers(seed: int, count: int) -> Tensor:
+    """Return float64 [count] in [0, 1): token i of a request with this seed is drawn with number i. They come from the
+    CPU, so that a request gets the same ones on every device."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor | None = None) -> Draw:
     """Draw one token per row by inverse transform: row i depends only on its own logits and uniform number.
 

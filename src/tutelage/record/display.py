@@ -1,4 +1,4 @@
-"""Prints the progress of a run: one line per step and, on a terminal, a live bar below them.
+"""Prints the progress of a run: one line per step and, on a terminal or in a notebook, a live bar.
 
 On a terminal, notes and steps wrap at its width. Elsewhere (a log file) every line stays whole, however long it is.
 """
@@ -31,6 +31,7 @@ from tutelage.record.measures import (
     value_text,
     verdict,
 )
+from tutelage.record.notebook import BarState, NotebookBar
 
 _VERDICT_STYLE = {"better": "bold green", "worse": "bold red", "same": ""}
 _SAMPLE_CHARACTERS = 360
@@ -56,12 +57,11 @@ def plain_or_terminal() -> Console:
 class Display:
     """Progress of one run. Use it as a context manager around the whole of it, evaluation included."""
 
-    def __init__(self, steps: int, title: str, *, first: int = 0, console: Console | None = None) -> None:
-        """`first` is the number of steps that are already done, for a resumed run."""
+    def __init__(self, steps: int, title: str, *, console: Console | None = None) -> None:
         self.console = console or plain_or_terminal()
         self._steps = steps
         self._title = title
-        self._step = first
+        self._step = 0
         self._work: tuple[str, int, int] | None = None
         self._work_started = 0.0
         self._stack: list[_Phase] = []
@@ -69,11 +69,15 @@ class Display:
         self._recent: deque[float] = deque(maxlen=10)
         self._last = time.monotonic()
         self._spinner = Spinner("dots")
-        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=8)
+        self._live: Live | NotebookBar
+        if self.console.is_jupyter:
+            self._live = NotebookBar(self._state)
+        else:
+            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=8)
 
     def __enter__(self) -> Display:
         self._last = time.monotonic()
-        if self.console.is_interactive:
+        if self.console.is_interactive or self.console.is_jupyter:
             self._live.start()
         return self
 
@@ -81,6 +85,10 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+
+    def begin_at(self, step: int) -> None:
+        """Set the number of steps that are already done, for a resumed run."""
+        self._step = step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -141,18 +149,23 @@ class Display:
             return "ETA –"
         return f"ETA {duration(left * sum(self._recent) / len(self._recent))}"
 
-    def _render(self) -> RenderableType:
+    def _state(self) -> BarState:
         work, stack = self._work, list(self._stack)
         name = work[0] if work else stack[-1].name if stack else ""
         done, total = (work[1], work[2]) if work else (self._step, self._steps)
+        return BarState(printable(self._title), done, total, name, "" if work else self._eta())
+
+    def _render(self) -> RenderableType:
+        state = self._state()
+        width = min(40, max(10, self.console.width - 60))
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
             self._spinner,
-            Text(printable(self._title), style="bold"),
-            ProgressBar(total=max(total, 1), completed=done, width=min(40, max(10, self.console.width - 60))),
-            Text(f"{done}/{total}"),
-            Text(name, style="cyan"),
-            Text("" if work else self._eta(), style="yellow"),
+            Text(state.title, style="bold"),
+            ProgressBar(total=max(state.total, 1), completed=state.done, width=width),
+            Text(f"{state.done}/{state.total}"),
+            Text(state.phase, style="cyan"),
+            Text(state.eta, style="yellow"),
         )
         return bar
 

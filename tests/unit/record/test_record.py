@@ -349,7 +349,8 @@ class TestDisplay:
     def test_a_terminal_gets_a_bar_that_shows_the_step_and_leaves_notes_above(self) -> None:
         out = io.StringIO()
         console = Console(file=out, width=120, force_terminal=True, force_interactive=True, color_system=None)
-        with Display(20, "demo", first=9, console=console) as display:
+        with Display(20, "demo", console=console) as display:
+            display.begin_at(9)
             display.step(10, {"kl": 0.5, "tokens_per_second": 99.0, "seconds/rollout": 2.0})
             display.note("halfway")
         text = out.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 import threading
 from pathlib import Path
@@ -105,3 +106,16 @@ def test_a_notebook_cell_may_be_run_again() -> None:
     finally:
         REWARDS.pop("of a cell", None)
     assert not redefines(judge, test_several_functions_come_back_by_name)
+
+
+def test_packages_of_another_environment_travel_by_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path configuration file may add the packages of another environment; both sides import them."""
+    for place, name in (("lib/site-packages", "far_package"), ("scripts", "near_module")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / f"{name}.py").write_text("def value():\n    return 1\n")
+        monkeypatch.syspath_prepend(tmp_path / place)
+    far, near = importlib.import_module("far_package"), importlib.import_module("near_module")
+    monkeypatch.setitem(sys.modules, "alias_of_near", near)  # one module under two names is registered once
+    sizes = {name: len(pickled({name: module.value}, "rewards")) for name, module in (("far", far), ("near", near))}
+    assert b"far_package" in pickled({"f": far.value}, "rewards")
+    assert sizes["near"] > 2 * sizes["far"], "a module beside the script is sent by value"

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tutelage.backends import process
 from tutelage.backends.contract import LearnResult
 from tutelage.backends.given import GivenCode
-from tutelage.backends.inline import learner_state, restore_learner, take_seconds
+from tutelage.backends.inline import learner_state, restore_learner, take_seconds, teacher_counts
 from tutelage.backends.ray.cluster import actor_id, node_address
 from tutelage.backends.ray.coordinator import (
     Coordinator,
@@ -52,6 +52,7 @@ from tutelage.rollout.worker import EpisodeFailure
 from tutelage.routing.load_balancer import LoadBalancer
 from tutelage.routing.router import Router
 from tutelage.routing.shared import REFERENCE, STUDENT, LoadBalancerClient, teacher_balancer
+from tutelage.teachers.cache import CacheCounts, CachedScorer
 from tutelage.teachers.pool import TeacherPool
 
 COALESCED = 0.005
@@ -117,7 +118,10 @@ class EngineActor(Actor):
         coordinator = find_coordinator()
         config, vocabulary, device = settings.config, settings.vocabulary, settings.device
         self.name = name
-        self.engine = modality_of(config).engine(role, teacher, vocabulary, device)
+        modality = modality_of(config)
+        self.engine = modality.engine(role, teacher, vocabulary, device)
+        cached = role == "teacher"
+        self.scorer = modality.teacher_scorer(teacher, self.engine, vocabulary, device) if cached else self.engine
         self._coordinator = coordinator if role == "student" else None
         """has the newest weights, in case this student was restarted after their publication"""
         self._running_engine = self.engine.running()
@@ -140,7 +144,7 @@ class EngineActor(Actor):
     async def score(self, request: AnyScoreRequest) -> Scores:
         await self._running()
         start = time.time()
-        scores = await self.engine.score(request)
+        scores = await self.scorer.score(request)
         self._note("score", "/".join(map(str, request.key)), start)
         return scores
 
@@ -155,7 +159,11 @@ class EngineActor(Actor):
         return take_seconds([self.engine])
 
     async def counts(self) -> dict[str, Any]:
-        return asdict(self.engine.counts)
+        return teacher_counts(self.engine, self.scorer)
+
+    async def cache(self) -> CacheCounts:
+        """Return what the score cache did since the last call."""
+        return self.scorer.recent() if isinstance(self.scorer, CachedScorer) else CacheCounts()
 
     async def intervals(self) -> list[Interval]:
         """Return the times of the requests since the last call."""

@@ -55,6 +55,7 @@ from tutelage.queue.transfer_queue import TransferSampleQueue
 from tutelage.queue.transfer_queue import start as start_queue
 from tutelage.record.timeline import Interval
 from tutelage.routing.shared import REFERENCE, STUDENT, teacher_balancer
+from tutelage.teachers.cache import CacheCounts
 from tutelage.teachers.pool import TeacherPool
 
 A = TypeVar("A")
@@ -164,6 +165,11 @@ class RayBackend:
     async def seconds(self) -> tuple[float, float]:
         found = await self._each(self.engines.all(), EngineActor.seconds)
         return sum(generate for generate, _ in found), sum(score for _, score in found)
+
+    async def caches(self) -> CacheCounts:
+        caching = [self.engines.teachers[name] for name, teacher in self.config.teachers.items() if teacher.cache]
+        found = await self._each([replica for replicas in caching for replica in replicas], EngineActor.cache)
+        return sum(found, CacheCounts())
 
     async def timeline(self) -> list[Interval]:
         found = await self._each(self.engines.all(), EngineActor.intervals)

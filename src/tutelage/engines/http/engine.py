@@ -25,8 +25,9 @@ from tutelage.engines.contract import (
 )
 from tutelage.engines.http import wire
 from tutelage.engines.http.connection import Connection, HttpCounts
-from tutelage.engines.http.probe import find_dialect
+from tutelage.engines.http.probe import find_dialect, fingerprint, finished
 from tutelage.engines.registry import Endpoint, TextSpec
+from tutelage.engines.text_requests import checked_score
 from tutelage.routing.load_balancer import LocalLoadBalancer
 from tutelage.routing.router import Router
 
@@ -41,6 +42,7 @@ class HttpEngine(Engine):
     def __init__(self, name: str, endpoint: Endpoint, vocabulary: int, text: wire.Text | None = None) -> None:
         """`name` is for errors; `vocabulary` is the number of the student's ids; `text` decodes ids, to compare them
         with the strings of a server that names no ids."""
+        self.endpoint = endpoint
         self.version = 0
         self.counts: HttpCounts = HttpCounts()
         self._servers = [_Server(Connection(endpoint, url, self.counts), vocabulary, text) for url in endpoint.urls]
@@ -60,14 +62,14 @@ class HttpEngine(Engine):
         raise EngineError(f"request {request.id}: this engine only scores")
 
     async def score(self, request: AnyScoreRequest) -> Scores:
-        if not isinstance(request, ScoreRequest) or set(request.want.fields()) - self.abilities.scores:
-            raise EngineError(f"{request.key}: this engine gives log-probs of tokens: sampled and likeliest ones")
-        _check_spans(request)
-        if not any(end > start for start, end in request.spans):
-            return _nothing(request.want.top_k, request.want.sampled)
+        asked = checked_score(request)
+        if set(asked.want.fields()) - self.abilities.scores:
+            raise EngineError(f"{asked.key}: this engine gives log-probs of tokens: sampled and likeliest ones")
+        if not any(end > start for start, end in asked.spans):
+            return _nothing(asked.want.top_k, asked.want.sampled)
         self._enter()
         try:
-            return await self._router.call(tuple(request.key.group), lambda server: server.score(request))
+            return await self._router.call(tuple(asked.key.group), lambda server: server.score(asked))
         finally:
             self._leave()
 
@@ -76,6 +78,10 @@ class HttpEngine(Engine):
 
     async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
         """A teacher has no new weights, and the caches of servers are their own."""
+
+    @property
+    def identity(self) -> str:
+        return finished(fingerprint(self.endpoint))
 
     @property
     def in_flight(self) -> int:
@@ -116,14 +122,6 @@ class _Server:
             if self._dialect is None:
                 self._dialect = await find_dialect(self.connection, tokens[:16], self.text)
             return self._dialect
-
-
-def _check_spans(request: ScoreRequest) -> None:
-    reached = 1
-    for start, end in request.spans:
-        if not reached <= start <= end <= len(request.tokens):
-            raise EngineError(f"{request.key}: span {start}:{end} lies outside {reached}:{len(request.tokens)}")
-        reached = end
 
 
 def _nothing(k: int, sampled: bool) -> Scores:

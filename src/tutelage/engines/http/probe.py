@@ -7,9 +7,11 @@ same function that scores reads the answers, so a server that passes the probe i
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -120,6 +122,30 @@ async def probe(
         raise UserError(str(error)) from None
 
 
+async def fingerprint(endpoint: Endpoint) -> str:
+    """A name that changes with the address, the model and its weights: log-probs of a few ids, rounded. Raises
+    UserError if the server does not answer."""
+    url, tokens = endpoint.urls[0], list(range(1, 9))
+    connection = Connection(endpoint, url, HttpCounts())
+    try:
+        async with connection.open():
+            dialect = await _patiently(lambda: find_dialect(connection, tokens, None))
+            found = await _patiently(lambda: _log_probs(connection, dialect, tokens, 1, None))
+    except (ReplicaGone, EngineError) as error:
+        raise UserError(str(error)) from None
+    return json.dumps([endpoint.urls, endpoint.model, [round(float(value), 2) for value in found.taken[1:]]])
+
+
+def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, also where an event loop is running already, as in a notebook or an actor."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
 @dataclass(slots=True)
 class _Probe:
     connection: Connection
@@ -194,6 +220,8 @@ class _Probe:
             if isinstance(error, StatusError) and error.status not in (400, 422):
                 raise
             self.connection.forgive()
+            return False
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # named by something else than ids
             return False
 
     # ── the tokenizer ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +322,9 @@ async def _log_probs(
     temperature: float = 1.0,
 ) -> wire.Positions:
     def read(answer: Any) -> wire.Positions:
-        return wire.read_positions(dialect, answer, tokens, text)
+        positions = wire.read_positions(dialect, answer, tokens, text)
+        wire.log_probs(positions.taken[1:])
+        return positions
 
     body = dialect.body(connection.endpoint.model, list(tokens), k, temperature)
     return await connection.post(wire.COMPLETIONS, body, wire.largest(len(tokens), k), read)

@@ -213,7 +213,7 @@ def read_scores(positions: Positions, request: ScoreRequest, vocabulary: int) ->
     ids = top = None
     if want.top_k:
         ids, top = _likeliest(positions, actions, want.top_k, vocabulary)
-    sampled = _log_probs([positions.taken[position] for position in actions]) if want.sampled else None
+    sampled = log_probs([positions.taken[position] for position in actions]) if want.sampled else None
     return Scores(logp=sampled, topk_ids=ids, topk_logp=top)
 
 
@@ -235,7 +235,7 @@ def _likeliest(positions: Positions, actions: Sequence[int], k: int, vocabulary:
             raise WrongAnswer(f"{len(best)} likeliest tokens at position {position}, not {k}")
         ids += [token for token, _ in best]
         values += [value for _, value in best]
-    named, logp = torch.tensor(ids, dtype=torch.int64).reshape(-1, k), _log_probs(values).reshape(-1, k)
+    named, logp = torch.tensor(ids, dtype=torch.int64).reshape(-1, k), log_probs(values).reshape(-1, k)
     if len(ids) and not 0 <= int(named.min()) <= int(named.max()) < vocabulary:
         raise WrongAnswer(
             f"the likeliest tokens have ids from {min(ids)} to {max(ids)}; the student's end at {vocabulary - 1}"
@@ -245,7 +245,7 @@ def _likeliest(positions: Positions, actions: Sequence[int], k: int, vocabulary:
     return named, logp
 
 
-def _log_probs(values: Sequence[Any]) -> Tensor:
+def log_probs(values: Sequence[Any]) -> Tensor:
     """Check log-probs. Raises WrongAnswer for anything that is not a finite number up to 0."""
     try:
         found = torch.tensor(values, dtype=torch.float32)
