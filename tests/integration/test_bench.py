@@ -24,6 +24,7 @@ from bench import (
     flow_flat,
     flow_step,
     full_loss,
+    http_client,
     limits,
     opd_step,
     protocol,
@@ -441,6 +442,13 @@ def test_the_embedded_rollout_path_runs(capfd: Printed) -> None:
     assert "function calls" in capfd.readouterr().out
 
 
+def test_both_http_clients_run(capfd: Printed) -> None:
+    http_client.main(["--tiny"])
+    printed = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["sampled", "top_k"]
+    assert all("ratio" in line for line in printed)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for both benchmarks that need one."""
@@ -477,5 +485,14 @@ def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     sides_of_it = {"trl_side", "tutelage_side"}
     assert started <= scripts
-    tried = {"opd_step", "full_loss", "queue_bandwidth", "rollout_path", "flow_step", "flow_flat", "limits"}
+    tried = {
+        "opd_step",
+        "http_client",
+        "full_loss",
+        "queue_bandwidth",
+        "rollout_path",
+        "flow_step",
+        "flow_flat",
+        "limits",
+    }
     assert scripts - sides_of_it == tried

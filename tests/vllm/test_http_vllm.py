@@ -142,7 +142,7 @@ def test_the_probe_finds_what_the_server_was_started_with(findings: ServerFindin
 def test_scores_are_those_of_the_embedded_engine(directory: Path, url: str, want: Want, dialect: object) -> None:
     requests = [request(want, shift) for shift in range(6)]
     target = HttpEngine("teacher", endpoint(url), VOCABULARY)
-    target._servers[0]._dialect = dialect  # type: ignore[assignment]
+    target.servers[0].dialect = dialect  # type: ignore[assignment]
     for found, expected in zip(scores(target, *requests), own(directory, requests), strict=True):
         torch.testing.assert_close(found.logp, expected.logp, atol=1e-4, rtol=0)
         if want.top_k:
@@ -155,7 +155,7 @@ def test_a_fault_before_it_is_retried(directory: Path, url: str, fault: Fault) -
     wanted = request(Want(sampled=True))
     with faulty(url, fault, retry_after=0) as (address, _):
         target = HttpEngine("teacher", endpoint(address, deadline=6.0), VOCABULARY)
-        target._servers[0]._dialect = DIALECTS[0]
+        target.servers[0].dialect = DIALECTS[0]
         [found] = scores(target, wanted)
     torch.testing.assert_close(found.logp, own(directory, [wanted])[0].logp, atol=1e-4, rtol=0)
     assert sum(target.counts.failures.values()) == 1
@@ -165,7 +165,7 @@ def test_a_fault_before_it_is_retried(directory: Path, url: str, fault: Fault) -
 def test_a_wrong_answer_before_it_is_counted(url: str, fault: Fault) -> None:
     with faulty(url, always=fault) as (address, _):
         target = HttpEngine("teacher", endpoint(address, deadline=10.0), VOCABULARY)
-        target._servers[0]._dialect = DIALECTS[0]
+        target.servers[0].dialect = DIALECTS[0]
         with pytest.raises(AllReplicasFailed):
             scores(target, request(Want(sampled=True)))
     assert target.counts.failures == {f"{address}: wrong answer": 1}

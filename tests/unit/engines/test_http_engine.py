@@ -184,8 +184,8 @@ REFUSED: list[Fault] = ["redirect", "400", "401"]
 def ready(*addresses: str, **options: Any) -> HttpEngine:
     """An engine that knows the dialect of its server, so that faults hit score requests."""
     target = engine(*addresses, **options)
-    for server in target._servers:
-        server._dialect = DIALECTS[0]
+    for server in target.servers:
+        server.dialect = DIALECTS[0]
     return target
 
 
@@ -229,7 +229,7 @@ def test_another_replica_answers_for_one_that_fails(url: str, directory: Path, f
     requests = [request(tokens=TOKENS.roll(shift)) for shift in range(6)]
     with faulty(url, always=fault) as (address, _):
         target = ready(address, url)
-        target._servers[0].connection.timeout = 0.2
+        target.servers[0].connection.timeout = 0.2
         found = scores(target, *requests)
     for one, expected in zip(found, own(directory, requests), strict=True):
         assert_same(one, expected)

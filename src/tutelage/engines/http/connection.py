@@ -127,7 +127,7 @@ class Connection:
 
     async def _exchange(
         self, method: str, path: str, content: bytes | None, limit: int
-    ) -> tuple[int, httpx2.Headers, bytes]:
+    ) -> tuple[int, httpx2.Headers, bytearray]:
         """Read at most `limit` bytes of an answer."""
         assert self._client is not None, "the engine is not running"
         url = self.url.removesuffix("/v1") + path if path.startswith("/") else f"{self.url}/{path}"
@@ -140,7 +140,7 @@ class Connection:
                 answer += chunk
                 if len(answer) > limit:
                     raise WrongAnswer(f"the answer has more than {limit:,} bytes")
-            return response.status_code, response.headers, bytes(answer)
+            return response.status_code, response.headers, answer
 
     def forgive(self) -> None:
         """Ask the server again at once: the failure was that of a request which only tried something."""
@@ -148,7 +148,7 @@ class Connection:
 
     # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _refused(self, status: int, headers: httpx2.Headers, answer: bytes) -> Exception:
+    def _refused(self, status: int, headers: httpx2.Headers, answer: bytearray) -> Exception:
         said = self._without_key(answer[: 4 * QUOTED].decode(errors="replace"))[:QUOTED]
         if status in RETRIED or status >= 500:
             return self._gone(f"status {status}", f"status {status}: {said}", _retry_after(headers))

@@ -45,16 +45,16 @@ class HttpEngine(Engine):
         self.endpoint = endpoint
         self.version = 0
         self.counts: HttpCounts = HttpCounts()
-        self._servers = [_Server(Connection(endpoint, url, self.counts), vocabulary, text) for url in endpoint.urls]
-        balancer = LocalLoadBalancer(len(self._servers), endpoint.max_in_flight)
-        self._router = Router(name, self._servers, balancer, endpoint.deadline)
+        self.servers = [HttpServer(Connection(endpoint, url, self.counts), vocabulary, text) for url in endpoint.urls]
+        balancer = LocalLoadBalancer(len(self.servers), endpoint.max_in_flight)
+        self._router = Router(name, self.servers, balancer, endpoint.deadline)
         self._in_flight = 0
         self._since = 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            for server in self._servers:
+            for server in self.servers:
                 await stack.enter_async_context(server.connection.open())
             yield
 
@@ -99,17 +99,18 @@ class HttpEngine(Engine):
             self.counts.score_seconds += time.perf_counter() - self._since
 
 
-class _Server:
-    """One of the servers. It finds out with the first request which dialect it speaks."""
+class HttpServer:
+    """One of the servers."""
 
     def __init__(self, connection: Connection, vocabulary: int, text: wire.Text | None) -> None:
         self.connection, self.vocabulary, self.text = connection, vocabulary, text
-        self._dialect: wire.Dialect | None = None
+        self.dialect: wire.Dialect | None = None
+        """found out with the first request"""
         self._finding = asyncio.Lock()
 
     async def score(self, request: ScoreRequest) -> Scores:
         tokens, k = request.tokens.tolist(), request.want.top_k
-        dialect = self._dialect or await self._find_dialect(tokens)
+        dialect = self.dialect or await self._find_dialect(tokens)
 
         def read(answer: object) -> Scores:
             return wire.read_scores(wire.read_positions(dialect, answer, tokens, self.text), request, self.vocabulary)
@@ -119,9 +120,9 @@ class _Server:
 
     async def _find_dialect(self, tokens: list[int]) -> wire.Dialect:
         async with self._finding:
-            if self._dialect is None:
-                self._dialect = await find_dialect(self.connection, tokens[:16], self.text)
-            return self._dialect
+            if self.dialect is None:
+                self.dialect = await find_dialect(self.connection, tokens[:16], self.text)
+            return self.dialect
 
 
 def _nothing(k: int, sampled: bool) -> Scores:

@@ -81,13 +81,13 @@ def largest(tokens: int, k: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The log-probs of a prompt: `at(t)` maps the tokens that the server names at position t to their log-probs."""
+    """The log-probs of a prompt."""
 
     tokens: Sequence[int]
     taken: Sequence[Any]
     """log-prob of each token of the prompt; that of the first one has no meaning"""
-    named: Callable[[int], Mapping[int, Any]] | None
-    """what the server names at a position, by id; None if it does not name ids"""
+    named: Callable[[int], list[tuple[Any, str]]] | None
+    """log-prob and id of each token that the server names at a position; None if it does not name ids"""
     compared: int
     """tokens whose ids or strings were compared with ours"""
 
@@ -139,8 +139,8 @@ def _prompt_logprobs(choice: Mapping[str, Any], tokens: Sequence[int]) -> Positi
     except (KeyError, TypeError):
         raise WrongAnswer("a position lacks the log-prob of its own token: the server read other tokens") from None
 
-    def named(position: int) -> dict[int, Any]:
-        return {int(token): entry["logprob"] for token, entry in found[position].items()}
+    def named(position: int) -> list[tuple[Any, str]]:
+        return [(entry["logprob"], token) for token, entry in found[position].items()]
 
     return Positions(tokens, taken, named, len(tokens))
 
@@ -158,10 +158,10 @@ def _echo(choice: Mapping[str, Any], tokens: Sequence[int], text: Text | None) -
             raise WrongAnswer(_other_ids(ids, tokens))
         top = found.get("top_logprobs")
 
-        def named(position: int) -> dict[int, Any]:
+        def named(position: int) -> list[tuple[Any, str]]:
             if not isinstance(top, list):
                 raise WrongAnswer("the answer has no top_logprobs")
-            return {int(token.removeprefix(_ID)): logp for token, logp in top[position].items()}
+            return [(logp, token.removeprefix(_ID)) for token, logp in top[position].items()]
 
     else:
         compared = _check_strings(strings, tokens, text)
@@ -224,17 +224,17 @@ def _likeliest(positions: Positions, actions: Sequence[int], k: int, vocabulary:
         raise WrongAnswer("the answer does not name the likeliest tokens by id")
     for position in actions:
         try:
-            entries = positions.named(position)
-            best = sorted(entries.items(), key=lambda item: -item[1])[:k]
-            finite = math.isfinite(sum(entries.values()))
+            best = sorted(positions.named(position), reverse=True)
+            likeliest = [value for value, _ in best]
+            total = sum(likeliest)
+            ids += [int(token) for _, token in best[:k]]
         except (AttributeError, TypeError, KeyError, ValueError, IndexError):
             raise WrongAnswer(f"the likeliest tokens at position {position} cannot be read") from None
-        if not finite:
-            raise WrongAnswer(f"a log-prob at position {position} is not finite")
         if len(best) < k:
             raise WrongAnswer(f"{len(best)} likeliest tokens at position {position}, not {k}")
-        ids += [token for token, _ in best]
-        values += [value for _, value in best]
+        if not math.isfinite(total):
+            raise WrongAnswer(f"a log-prob at position {position} is not finite")
+        values += likeliest[:k]
     named, logp = torch.tensor(ids, dtype=torch.int64).reshape(-1, k), log_probs(values).reshape(-1, k)
     if len(ids) and not 0 <= int(named.min()) <= int(named.max()) < vocabulary:
         raise WrongAnswer(
