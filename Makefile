@@ -57,6 +57,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.rollout_path
 	$(BIN)/python -m bench.flow_step
 	$(BIN)/python -m bench.score_cache
+	$(BIN)/python -m bench.http_client
 
 # Faults in the code that decides what is learned; the tests must notice them. Wants an idle machine.
 mutants: $(READY)

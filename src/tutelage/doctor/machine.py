@@ -96,7 +96,8 @@ def dtype(config: RunConfig) -> CheckResult:
     result = partial(_row, "dtype")
     if config.runtime == "ray":
         return result(status="skipped", found="runtime ray: each replica chooses for its own device")
-    models = {"student": config.student, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
+    models = {"student": config.student}
+    models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items() if teacher.path}
     try:
         device = choose_device(config.device)
         chosen = {key: choose_dtype(settings.dtype, device) for key, settings in models.items()}
