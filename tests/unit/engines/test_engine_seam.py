@@ -44,7 +44,7 @@ from tutelage.errors import UserError
 
 T = TypeVar("T")
 KEY = Key("train", 0, 0, 0, 0)
-TEXT = [name for name, abilities in ENGINES.items() if abilities.makes == "text"]
+TEXT = [name for name, abilities in ENGINES.items() if abilities.makes == "text" and abilities.embedded]
 
 
 class ApartEngine(Engine):
