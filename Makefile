@@ -5,7 +5,7 @@ READY := .venv/.ready
 VLLM := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
 
-.PHONY: quickstart test test-vllm vllm check bench prove mutants clean setup
+.PHONY: quickstart test test-vllm vllm check bench prove mutants models clean setup
 
 setup: $(READY)
 
@@ -56,12 +56,17 @@ bench: $(READY)
 	$(BIN)/python -m bench.queue_bandwidth
 	$(BIN)/python -m bench.rollout_path
 	$(BIN)/python -m bench.flow_step
+	$(BIN)/python -m bench.score_cache
 	@if [ -e $(VLLM_READY) ]; then $(VLLM)/python -m bench.vllm_score; \
 	else echo "bench.vllm_score: skipped, because there is no .venv-vllm (make vllm)"; fi
 
 # Faults in the code that decides what is learned; the tests must notice them. Wants an idle machine.
 mutants: $(READY)
 	$(BIN)/python -m mutants.run
+
+# Every causal language model of transformers on the embedded engine; writes docs/models.md. Takes a minute.
+models: $(READY)
+	$(BIN)/python -m models_table.run
 
 prove: $(READY)
 	$(BIN)/python proofs/run.py

@@ -19,8 +19,14 @@ from tutelage import loop
 from tutelage.algorithms.objectives import OBJECTIVES, register_objective
 from tutelage.checkpoint.export import export_run
 from tutelage.config.load import load, load_settings
-from tutelage.config.schema import RunConfig
+from tutelage.config.schema import ModelSettings, RunConfig
+from tutelage.data.notes import silent
 from tutelage.errors import UserError
+from tutelage.modality.text_models import on_packs
+from tutelage.models.attention import NAME as ATTENTION
+from tutelage.models.causal_lm import CausalLM
+from tutelage.models.loading import load_causal_lm
+from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.record.callbacks import Callbacks, OnMetrics
 from tutelage.record.lock import locked
 from tutelage.record.report import write_report_and_pictures
@@ -130,11 +136,13 @@ def distill(
         run = tutelage.distill("path/to/student", "path/to/teacher", ["Why is the sky blue?", …], steps=50, lr=5e-5)
 
     A model is a directory, a hub id, a section as in a recipe, or a loaded `PreTrainedModel` (with `tokenizer`).
-    `prompts` and `heldout` are a file, a list of strings, messages or rows, a `datasets.Dataset` or a DataFrame. See
-    `train` for `settings`.
+    `teacher` may also be a dict of models by name; `data={"teacher_column": …}` then names the column of a row that
+    chooses its teacher. `prompts` and `heldout` are a file, a list of strings, messages or rows, a `datasets.Dataset`
+    or a DataFrame. See `train` for `settings`.
     """
-    models = {"student": student, "teacher": teacher}
-    return _train(settings, {}, models, prompts, heldout, tokenizer, name, "distill", objective=objective)
+    several = isinstance(teacher, Mapping) and "path" not in teacher
+    teachers = teacher if several else {"teacher": teacher}
+    return _train(settings, {}, student, teachers, prompts, heldout, tokenizer, name, "distill", objective=objective)
 
 
 def grpo(
@@ -158,7 +166,7 @@ def grpo(
     answers unless `rollout={"samples": …}` is given.
     """
     rewards = given_rewards(reward)
-    return _train(settings, rewards, {"student": model}, prompts, heldout, tokenizer, name, "grpo")
+    return _train(settings, rewards, model, {}, prompts, heldout, tokenizer, name, "grpo")
 
 
 def ppo(
@@ -173,7 +181,7 @@ def ppo(
 ) -> FinishedRun:
     """Train a language model with PPO on a reward; the arguments are those of `grpo`."""
     rewards = given_rewards(reward)
-    return _train(settings, rewards, {"student": model}, prompts, heldout, tokenizer, name, "ppo")
+    return _train(settings, rewards, model, {}, prompts, heldout, tokenizer, name, "ppo")
 
 
 def flow_grpo(
@@ -188,7 +196,7 @@ def flow_grpo(
     """Train a diffusion model with FlowGRPO on a reward of its images; `model` is a diffusers directory."""
     rewards = given_rewards(reward)
     settings = {"modality": "diffusion", **settings}
-    return _train(settings, rewards, {"student": model}, prompts, heldout, None, name, "flow_grpo")
+    return _train(settings, rewards, model, {}, prompts, heldout, None, name, "flow_grpo")
 
 
 def train(
@@ -243,6 +251,19 @@ def resume(
             raise UserError("resume: give steps or more_steps, not both")
         steps = load(RunDirectory.open(path).path / "config.yaml").config.steps + more_steps
     return FinishedRun(loop.resume(path, steps, overrides, Callbacks(on_step, on_evaluation, on_end)))
+
+
+def load_model(path: str | Path, device: str = "cpu") -> tuple[CausalLM, SafeTokenizer]:
+    """Load a language model in float32, as engines and the learner use it, and its tokenizer.
+
+        model, tokenizer = tutelage.load_model("path/to/model")
+        engine = tutelage.TorchEngine(model)
+
+    This is for loops of your own, which `examples/flat_loop.py` shows; runs load their models themselves.
+    """
+    settings = ModelSettings(path=str(path), dtype="float32")
+    model = load_causal_lm(settings, device=device, attention=ATTENTION)
+    return on_packs(model, "model", settings, silent), SafeTokenizer.load(path)
 
 
 # ── functions of the calling program ─────────────────────────────────────────────────────────────────────────────────
@@ -315,7 +336,8 @@ SAMPLES = {"grpo": 8, "flow_grpo": 16}
 def _train(
     settings: dict[str, Any],
     rewards: dict[str, Any],
-    models: Mapping[str, Any],
+    student: Any,
+    teachers: Mapping[str, Any],
     prompts: PromptRows,
     heldout: PromptRows | None,
     tokenizer: Any,
@@ -327,10 +349,11 @@ def _train(
     hooks = {key: settings.pop(key, None) for key in ("on_step", "on_evaluation", "on_end")}
     given = _given_code(settings.pop("agent_loop", None), objective)
     directory = Path(settings.get("out", "runs")) / name
+    models = {"student": student, **{f"teachers/{teacher}": model for teacher, model in teachers.items()}}
     files = {"train": prompts} if heldout is None else {"train": prompts, "validation": heldout}
     base: dict[str, Any] = {
         "name": name,
-        "student": _section(models["student"], directory / "models" / "student"),
+        "student": _section(student, directory / "models" / "student"),
         "data": {key: _place(rows, directory / WRITTEN[key]) for key, rows in files.items()},
         "algorithm": {"name": algorithm},
     }
@@ -338,8 +361,9 @@ def _train(
         base["rollout"] = {"samples": SAMPLES[algorithm]}
     if rewards:
         base["rewards"] = rewards
-    if "teacher" in models:
-        base["teachers"] = {"teacher": _section(models["teacher"], directory / "models" / "teacher")}
+    if teachers:
+        saved = directory / "models" / "teachers"
+        base["teachers"] = {teacher: _section(model, saved / teacher) for teacher, model in teachers.items()}
     config = load_settings(_merged(_merged(base, given), _short(settings)))
     with locked(directory):
         RunDirectory(directory).require_free()

@@ -24,6 +24,7 @@ from tutelage.queue.memory import MemoryQueue
 from tutelage.rollout.judges import Judges, reward_pool
 from tutelage.rollout.runner import Rollout, RolloutRequest, Rollouts
 from tutelage.routing.router import Router
+from tutelage.teachers.cache import CachedScorer
 from tutelage.teachers.client import TeacherClient
 from tutelage.teachers.pool import TeacherPool
 
@@ -70,7 +71,9 @@ def _inline(modality: Modality, prompts: Prompts, progress: Progress) -> Parts:
     device = choose_device(config.device)
     modality.report(device_note(device))
     embedded = modality.embed(prompts, queue, device, progress)
-    teachers = modality.teacher_client({n: TeacherPool(n, [engine]) for n, engine in embedded.teachers.items()})
+    vocabulary = embedded.checked.vocabulary
+    scorers = {n: modality.teacher_scorer(n, engine, vocabulary, device) for n, engine in embedded.teachers.items()}
+    teachers = modality.teacher_client({n: TeacherPool(n, [scorer]) for n, scorer in scorers.items()})
     judges = Judges(config, modality.reward_input, queue, teachers, embedded.reference, rewards)
     router = Router("student", [embedded.student])
 
@@ -93,6 +96,7 @@ def _inline(modality: Modality, prompts: Prompts, progress: Progress) -> Parts:
             rewards,
             config.engine.score_every,
             modality.report,
+            {name: scorer for name, scorer in scorers.items() if isinstance(scorer, CachedScorer)},
         ),
         stream=embedded.checked.prompts.stream(config),
         heldout=embedded.checked.prompts.heldout,

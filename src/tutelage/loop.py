@@ -29,6 +29,7 @@ from tutelage.config.schema import Distill, Grpo, RunConfig
 from tutelage.config.start import from_start, require_files, started_here
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import GroupKey, Prompt
+from tutelage.doctor.preflight import preflight
 from tutelage.errors import CannotJudge, RunLost, UserError
 from tutelage.evaluation.text import Evaluates, evaluator
 from tutelage.learner.optimizer import learning_rate
@@ -94,6 +95,7 @@ def train(config: RunConfig, callbacks: Callbacks = NO_CALLBACKS) -> Path:
     with locked(directory.path, print):
         directory.require_free()
         with _opened(config, directory, callbacks) as run:
+            run.recorder.note(*preflight(run.parts))
             RunDirectory.create(directory.path, dump(config), started_here(config))
             run.recorder.keep_data(run.parts.stream, run.parts.heldout)
             run_to_end(all_steps(run), run.stop)
@@ -263,6 +265,7 @@ async def _record(
     if config.teachers or scoring > 0:  # without teachers, the reference scores
         metrics["seconds/teacher" if config.teachers else "seconds/reference"] = scoring
     metrics["seconds/update"] = update
+    metrics |= await _cache_metrics(run)
     chosen = config.algorithm
     known = OBJECTIVES.get(chosen.objective) if isinstance(chosen, Distill) else None
     if "divergence" in metrics and known is not None and known.estimates_kl:
@@ -279,6 +282,17 @@ async def _record(
             run.told.add(name)
             recorder.note(warning)
     run.tell(run.callbacks.on_step, metrics)
+
+
+async def _cache_metrics(run: Run) -> dict[str, float]:
+    """Return what the caches of teacher scores did since the last call. Report, once, why scores cannot be stored."""
+    if not any(teacher.cache for teacher in run.parts.config.teachers.values()):
+        return {}
+    found = await run.parts.backend.caches()
+    if found.failures and "cache" not in run.told:
+        run.told.add("cache")
+        run.recorder.note(notes.unstored_scores(run.step, found.failures, found.reason))
+    return found.metrics()
 
 
 async def validate(run: Run) -> None:
@@ -315,6 +329,7 @@ async def _evaluate(run: Run, evaluator: Evaluates) -> None:
     finally:
         unpack_rng(*rng)
     await run.parts.backend.seconds()  # resets the timers, so that the next step does not include the evaluation
+    await _cache_metrics(run)
     await run.parts.backend.timeline()
     for reason in dict.fromkeys(evaluation.retried):
         run.recorder.note(f"held-out at step {run.step}: run again after a failure: {reason}")

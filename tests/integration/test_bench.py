@@ -30,6 +30,7 @@ from bench import (
     queue_bandwidth,
     report,
     rollout_path,
+    score_cache,
     sides,
     stats,
 )
@@ -441,6 +442,16 @@ def test_the_embedded_rollout_path_runs(capfd: Printed) -> None:
     assert "function calls" in capfd.readouterr().out
 
 
+def test_the_score_cache_runs_and_both_sides_agree(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Printed
+) -> None:
+    monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path))
+    score_cache.main(["--tiny", "--model", str(model)])
+    printed = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["sampled", "top_k", "full", "identity", "a"]
+    assert "times as fast as scoring" in printed[-1]
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for both benchmarks that need one."""
@@ -477,5 +488,14 @@ def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     sides_of_it = {"trl_side", "tutelage_side"}
     assert started <= scripts
-    tried = {"opd_step", "full_loss", "queue_bandwidth", "rollout_path", "flow_step", "flow_flat", "limits"}
+    tried = {
+        "opd_step",
+        "full_loss",
+        "queue_bandwidth",
+        "rollout_path",
+        "flow_step",
+        "flow_flat",
+        "limits",
+        "score_cache",
+    }
     assert scripts - sides_of_it == tried

@@ -135,6 +135,17 @@ def test_a_loaded_model_is_trained_and_can_be_resumed(tmp_path: Path, model: Pat
         tutelage.distill(loaded, str(model), tiny.PROMPTS, **options(tmp_path, name="without"))
 
 
+def test_several_teachers_by_name(tmp_path: Path, model: Path) -> None:
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    rows = [{"prompt": prompt, "who": ("first", "second")[n % 2]} for n, prompt in enumerate(tiny.PROMPTS)]
+    teachers = {"first": {"path": str(model), "temperature": 2.0}, "second": loaded}
+    named = {"tokenizer": tokenizer, "data": {"teacher_column": "who", "shuffle": False}}
+    run = tutelage.distill(model, teachers, rows, **named, **options(tmp_path, record={"rollouts": "all"}))
+    assert {row.teacher for row in run.rollouts[1]} == {"first", "second"}
+    assert (run / "models" / "teachers" / "second" / "config.json").is_file()
+    assert tutelage.load_model(run / "models" / "teachers" / "second")[0].width == tiny.SIZES["hidden_size"]
+
+
 def test_lora_and_lr_are_short_for_their_settings(tmp_path: Path, model: Path) -> None:
     run = tutelage.distill(
         model, model, tiny.PROMPTS, lora=4, lr=3e-4, **options(tmp_path, optimizer={"warmup_steps": 0})

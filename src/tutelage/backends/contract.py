@@ -14,6 +14,7 @@ from tutelage.engines.contract import GenerateRequest, Generation
 from tutelage.learner.schedule import Schedule
 from tutelage.queue.contract import BatchRef
 from tutelage.record.timeline import Interval
+from tutelage.teachers.cache import CacheCounts
 
 LearnResult = tuple[dict[str, float], dict[str, Ragged]]
 """Metrics of a step, and per-action columns of the rows that are shown."""
@@ -47,6 +48,9 @@ class Backend(Protocol):
 
     async def seconds(self) -> tuple[float, float]:
         """Return the seconds that all engines spent on generation and on scoring since the last call."""
+
+    async def caches(self) -> CacheCounts:
+        """Return what the score caches of all teachers did since the last call."""
 
     async def timeline(self) -> list[Interval]:
         """Return which engine served which request when, since the last call; empty where engines take turns."""

@@ -27,6 +27,8 @@ from tutelage.models.weights import copy_named
 from tutelage.queue.contract import BatchRef
 from tutelage.record.timeline import Interval
 from tutelage.rewards.processes.pool import RewardPool
+from tutelage.teachers.cache import CacheCounts, CachedScorer
+from tutelage.teachers.pool import Scorer
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class InlineBackend:
     rewards: RewardPool | None
     score_every: int
     report: Report
+    caching: Mapping[str, CachedScorer]
+    """the teachers whose scores are cached"""
 
     @property
     def engines(self) -> list[Engine]:
@@ -104,13 +108,18 @@ class InlineBackend:
     async def seconds(self) -> tuple[float, float]:
         return take_seconds(self.engines)
 
+    async def caches(self) -> CacheCounts:
+        return sum((scorer.recent() for scorer in self.caching.values()), CacheCounts())
+
     async def timeline(self) -> list[Interval]:
         return []
 
     async def counts(self) -> dict[str, Any]:
         return {
             "rewards": dict(self.rewards.counts) if self.rewards is not None else {},
-            "teachers": {name: asdict(engine.counts) for name, engine in self.teachers.items()},
+            "teachers": {
+                name: teacher_counts(engine, self.caching.get(name)) for name, engine in self.teachers.items()
+            },
         }
 
     async def save(self, store: CheckpointStore, step: int, state: Mapping[str, Any], mark: Best | None) -> Path:
@@ -124,6 +133,12 @@ class InlineBackend:
         found = load_shards(path, {}, alone)
         restore_learner(self.learner, found)
         return found
+
+
+def teacher_counts(engine: Engine, scorer: Scorer | None) -> dict[str, Any]:
+    """Return what an engine has done, and the cache in front of it if there is one."""
+    cache = {"cache": asdict(scorer.cache.counts)} if isinstance(scorer, CachedScorer) else {}
+    return {**asdict(engine.counts), **cache}
 
 
 def take_seconds(engines: Sequence[Engine]) -> tuple[float, float]:

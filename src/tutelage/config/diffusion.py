@@ -61,6 +61,13 @@ class DiffusionTeacherSettings(TeacherSettings):
     engine: DiffusionScorerSettings = DiffusionScorerSettings()
     """The engine of its replicas."""
 
+    @field_validator("cache")
+    @classmethod
+    def _not_cached(cls, cache: bool) -> bool:
+        if cache:
+            raise ValueError("scores of denoising steps are not cached, only those of tokens: remove the key")
+        return cache
+
 
 class DiffusionRolloutSettings(RolloutSettings):
     agent_loop: str = "diffusion"

@@ -43,6 +43,8 @@ class Abilities:
     weights: frozenset[TakesWeights] = frozenset()
     """`shared`: computes with the learner's own tensors; `tensors`: copies those that learn, by name; `whole`: copies
     all tensors of the model, with adapters merged. A student needs one of them"""
+    spans_devices: bool = False
+    """computes on all devices of a replica; otherwise on one of them, or with one thread for each of its CPUs"""
     reproducible: bool = False
     """draws depend on seed, tokens and weights alone: a repeated request gives the same answer"""
     sleeps: bool = False
@@ -64,6 +66,7 @@ ENGINES: dict[str, Abilities] = {
         package="vllm",
         scores=frozenset({"sampled", "top_k", "given", "hidden"}),
         weights=frozenset({"whole"}),
+        spans_devices=True,  # by tensor parallelism
         reproducible=False,  # numbers are drawn from the seed, but vLLM's rounding depends on what shares the batch
         sleeps=True,
     ),

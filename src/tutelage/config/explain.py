@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from tutelage.config.base import Section
+from tutelage.config.other_trainers import ELSEWHERE
 from tutelage.config.schema import RunConfig
 from tutelage.config.tree import Branch, KeyPath, Leaf, Mistake, inline_yaml
 
@@ -73,7 +74,7 @@ def explain(detail: Mapping[str, Any], tree: Branch, root: type[RunConfig]) -> M
     if kind == "extra_forbidden" and chosen and type_at(path, root) is not None:
         message = f"algorithm {chosen} has no such key"
     elif kind == "extra_forbidden":
-        message = "unknown key" + _suggestion(path, root)
+        message = "unknown key" + _suggestion(path, detail["input"], root)
     elif kind == "union_tag_invalid":
         path, given = (*path, "name"), detail["ctx"]["tag"]
         near = difflib.get_close_matches(given, algorithms, n=1)
@@ -131,56 +132,37 @@ def _known(section: type[Section], prefix: KeyPath = ()) -> Iterator[KeyPath]:
             yield from _known(inner, below)
 
 
-ELSEWHERE = {
-    "learning_rate": "optimizer.lr",
-    "n": "rollout.samples",
-    "num_generations": "rollout.samples",
-    "group_size": "rollout.samples",
-    "per_device_train_batch_size": "prompts_per_step",
-    "train_batch_size": "prompts_per_step",
-    "batch_size": "prompts_per_step",
-    "gradient_accumulation_steps": "optimizer.micro_batch_tokens",
-    "max_completion_length": "rollout.max_tokens",
-    "max_response_length": "rollout.max_tokens",
-    "max_new_tokens": "rollout.max_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_steps": "steps",
-    "num_train_epochs": "steps",
-    "total_epochs": "steps",
-    "beta": "algorithm.kl",
-    "kl_coef": "algorithm.kl",
-    "kl_loss_coef": "algorithm.kl",
-    "num_iterations": "algorithm.epochs",
-    "ppo_epochs": "algorithm.epochs",
-    "epsilon": "algorithm.clip_low",
-    "clip_ratio": "algorithm.clip_low",
-    "max_grad_norm": "optimizer.clip_norm",
-    "output_dir": "out",
-    "save_steps": "checkpoint.every",
-    "eval_steps": "validation.every",
-    "train_dataset": "data.train",
-    "eval_dataset": "data.validation",
-    "reward_funcs": "rewards",
-    "report_to": "record.writers",
-    "bf16": "student.dtype",
-    "torch_dtype": "student.dtype",
-    "lora_r": "student.lora.rank",
-    "lora_alpha": "student.lora.alpha",
-    "model_name_or_path": "student.path",
-}
-"""Names of settings in other trainers, and the keys for the same thing here. They are suggested, never accepted."""
-
-
-def _suggestion(path: KeyPath, root: type[RunConfig]) -> str:
-    """Suggest keys for an unknown one: similar keys in its section, or keys of the same name in other sections."""
+def _suggestion(path: KeyPath, value: Any, root: type[RunConfig]) -> str:
+    """Suggest keys for an unknown one: what other trainers call by that name, similar keys in its section, or keys of
+    the same name in other sections. For an unknown section, suggest keys for its settings."""
     section, name = path[:-1], path[-1]
     known = list(_known(root))
-    if name in ELSEWHERE and tuple(ELSEWHERE[name].split(".")) in known:
-        return f"; the key for that is {ELSEWHERE[name]}"
     siblings = [key for owner in sections(type_at(section, root)) for key in owner.model_fields]
+    if keys := _elsewhere(path, known):
+        return f"; the key for that is {keys}"
+    if isinstance(value, Mapping) and not difflib.get_close_matches(name, siblings, n=1, cutoff=0.8):
+        meant = {below: keys for below in _below(value) if (keys := _elsewhere((*path, *below), known))}
+        if meant:
+            return "; " + ", ".join(f"the key for {'.'.join(below)} is {keys}" for below, keys in meant.items())
     near = [".".join((*section, key)) for key in difflib.get_close_matches(name, siblings, n=1)]
     near += [".".join(key) for key in known if key[-1] == name or ".".join(key) == name][:3]
     if not near:
         alike = set(difflib.get_close_matches(name, {key[-1] for key in known}, n=1, cutoff=0.75))
         near = [".".join(key) for key in known if key[-1] in alike][:3]
     return f"; did you mean {' or '.join(near)}?" if near else f"; this section has {', '.join(siblings)}"
+
+
+def _elsewhere(path: KeyPath, known: Sequence[KeyPath]) -> str:
+    """Return the keys for a setting of another trainer, found by the longest end of its path that is listed."""
+    ends = (".".join(path[start:]) for start in range(len(path)))
+    keys = next((ELSEWHERE[end] for end in ends if end in ELSEWHERE), ())
+    return " or ".join(key for key in keys if tuple(key.split(".")) in known)
+
+
+def _below(section: Mapping[str, Any]) -> Iterator[KeyPath]:
+    """Yield the path of every value within an unknown section."""
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from ((name, *path) for path in _below(value))
+        else:
+            yield (name,)

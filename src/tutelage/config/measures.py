@@ -51,6 +51,7 @@ MEASURES: Mapping[str, Measure] = {
     "lr": Measure("Learning rate"),
     "tokens_per_second": Measure("Throughput", unit="tokens/s"),
     "pictures_per_second": Measure("Throughput", unit="pictures/s"),
+    "cache_hit_share": Measure("Teacher scores from the cache", change="points"),
 }
 """The main metrics, in the order in which they are shown. Other metrics follow as plain numbers. For the rewards of a
 recipe see `held_out`."""

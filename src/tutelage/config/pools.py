@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
+
+from tutelage.config.engines import ENGINES
 
 if TYPE_CHECKING:
     from tutelage.config.schema import PoolSettings, RunConfig
@@ -21,6 +23,8 @@ class Member(NamedTuple):
     """Its default pool, which is created if the recipe does not define it."""
     shares: bool = True
     """Whether other members may use the same pool."""
+    engine: str | None = None
+    """The kind of its engine; None if it has no engine."""
 
 
 def pool_members(config: RunConfig) -> tuple[Member, ...]:
@@ -29,14 +33,14 @@ def pool_members(config: RunConfig) -> tuple[Member, ...]:
 
     found = [
         Member("agent loops", "rollout.pool", config.rollout.pool, "rewards"),
-        Member("student", "engine.pool", config.engine.pool, "student"),
+        Member("student", "engine.pool", config.engine.pool, "student", engine=config.engine.kind),
     ]
     for name, teacher in config.teachers.items():
         pool = name if teacher.pool is None else teacher.pool
-        found.append(Member(f"teacher {name}", f"teachers.{name}.pool", pool, name, shares=False))
+        found.append(Member(f"teacher {name}", f"teachers.{name}.pool", pool, name, False, teacher.engine.kind))
     if isinstance(config.algorithm, Reinforcement) and config.algorithm.kl > 0:
         pool = config.algorithm.reference_pool or config.engine.pool
-        found.append(Member("reference", "algorithm.reference_pool", pool, "student"))
+        found.append(Member("reference", "algorithm.reference_pool", pool, "student", engine=config.engine.kind))
     return (*found, Member("learner", "learner.pool", config.learner.pool, "learner"))
 
 
@@ -64,12 +68,30 @@ def pool_mistakes(config: RunConfig) -> Iterator[str]:
                     f"{teacher.key} and {second.key} are both {one.pool!r}, but a teacher is resident in a pool of its "
                     f"own: give {teacher.key} another one under pools"
                 )
-    ranks = pools.get(config.learner.pool)
-    if ranks is not None and ranks.device == "gpu" and ranks.devices > 1:
-        yield (
-            f"pools.{config.learner.pool}.devices is {ranks.devices}, but learner.pool has one rank per replica and a "
-            f"rank drives one GPU: set devices to 1 and replicas to {ranks.replicas * ranks.devices}"
-        )
+    yield from _idle_devices(members, pools)
+
+
+def _idle_devices(members: tuple[Member, ...], pools: Mapping[str, PoolSettings]) -> Iterator[str]:
+    """Yield the pools whose replicas have devices that a member would leave idle. A process computes on one GPU or on
+    all CPUs of its replica, which are on one node, unless its engine spans devices. Rewards next to agent loops may use
+    whatever there is."""
+    for member in members:
+        pool = pools.get(member.pool)
+        if pool is None or pool.devices == 1 or member.key == "rollout.pool":
+            continue
+        if member.engine is not None and ENGINES[member.engine].spans_devices:
+            continue
+        who = "a rank of the learner" if member.engine is None else f"the engine {member.engine!r} of {member.key}"
+        if pool.device == "gpu":
+            yield (
+                f"pools.{member.pool}.devices is {pool.devices}, but {who} computes on one GPU, so {member.key} would "
+                f"leave the others idle: set devices to 1 and replicas to {pool.replicas * pool.devices}"
+            )
+        elif pool.straddle:
+            yield (
+                f"pools.{member.pool}.straddle is true, but {who} is one process on one node, so {member.key} would "
+                "leave the CPUs of other nodes idle: set straddle to false, or devices to 1"
+            )
 
 
 def _keys(members: tuple[Member, ...]) -> str:

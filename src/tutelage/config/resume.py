@@ -40,6 +40,8 @@ TO_ROUNDING = (
     "optimizer.logit_tokens",
     "teachers.*.batch_tokens",
     "teachers.*.batch_steps",
+    "teachers.*.cache",
+    "teachers.*.cache_gb",
     "pools.*",
     "ray.queue",
 )

@@ -110,6 +110,9 @@ class TeacherSettings(ModelSettings):
     """The engine of its replicas."""
     pool: Annotated[str | None, ON_RAY] = None
     """Pool of the teacher's replicas, which no other member may use; null uses the pool with the teacher's name."""
+    cache: bool = False
+    """Keep the teacher's scores on disk, below the cache directory, and use them again in any run that asks for the
+    same."""
 
 
 class TextTeacherSettings(TeacherSettings):
@@ -123,6 +126,9 @@ class TextTeacherSettings(TeacherSettings):
     """The engine of its replicas."""
     max_logprobs: Annotated[int | None, ReadWhen({"algorithm": lambda a: a.bucketed})] = Field(None, ge=1)
     """Maximum number of log-probs per token that its engine returns; null is no limit, as for the embedded engine."""
+    cache_gb: Annotated[float, Rare()] = Field(10.0, gt=0)
+    """Maximum size in gigabytes of the directory in which all runs keep teacher scores; those that were not used for
+    the longest time are removed first."""
 
     @field_validator("temperature", mode="before")
     @classmethod
@@ -172,7 +178,7 @@ class DataSettings(Section):
 
 
 class RolloutSettings(Section):
-    """RolloutSettings settings shared by all modalities."""
+    """Rollout settings shared by all modalities."""
 
     agent_loop: str = "single_turn"
     """Agent loop for rows that do not name one."""
@@ -217,7 +223,7 @@ class TextRolloutSettings(RolloutSettings, TextSampling):
 
 
 class ValidationSettings(Section):
-    """ValidationSettings settings shared by all modalities."""
+    """Evaluation settings shared by all modalities."""
 
     every: int = Field(0, ge=0)
     """Number of steps between evaluations; 0 evaluates only before and after training."""
@@ -411,9 +417,9 @@ class RunConfig(Section):
     """Device of all models in a single process: auto (the first GPU if torch sees one, else the CPU), cpu, cuda or
     cuda:N."""
     runtime: Literal["inline", "ray"] = "inline"
-    """Where the run executes: in this process (inline) or on a RaySettings cluster."""
+    """Where the run executes: in this process (inline) or on a Ray cluster."""
     ray: Annotated[RaySettings, ON_RAY] = RaySettings()
-    """The RaySettings cluster, its deadlines and limits."""
+    """The Ray cluster, its deadlines and limits."""
     pools: Annotated[dict[str, PoolSettings], ON_RAY] = Field(default_factory=dict)
     """Resource pools by name; the default pools (student, learner, rewards and one per teacher) have one replica on one
     CPU unless they are defined here."""

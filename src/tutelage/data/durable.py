@@ -50,19 +50,23 @@ def temporary_of(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+def replacing(path: Path, temporary: Path | None = None, *, flush: bool = True) -> Iterator[Path]:
     """Replace a file: the block writes to the path that it is given, and what it wrote takes the place of `path` at the
     end. An error leaves what was there before.
 
     `temporary` is that path, beside the file; processes that may replace one file at the same time need one each.
+    Without `flush`, a power cut may leave a damaged file, though a kill does not: only for content that carries a
+    checksum and can be computed again.
     """
     temporary = temporary or temporary_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        sync(temporary)
+        if flush:
+            sync(temporary)
         os.replace(temporary, path)
-        sync(path.parent)
+        if flush:
+            sync(path.parent)
     except Exception:
         remove_quietly(temporary)
         raise

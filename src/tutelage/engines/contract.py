@@ -284,6 +284,12 @@ class Engine(ABC):
     def in_flight(self) -> int:
         """Requests that wait or are under way."""
 
+    @property
+    def identity(self) -> str:
+        """A name that changes with the weights, for an engine whose weights are not files here: the address, the model
+        and what was found out about the server. Empty: the files of its path identify it."""
+        return ""
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start what the engine needs on entry and stop it on exit. An engine that needs nothing leaves this as it

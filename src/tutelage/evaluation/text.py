@@ -89,7 +89,7 @@ class Evaluates(Protocol):
 
 def evaluator(parts: Parts, directory: Path, progress: Progress = unseen, *, keep: bool = True) -> Evaluates:
     """Return the evaluator of the student's modality. Without `keep`, nothing is written to the directory."""
-    return parts.modality.evaluator(_Evaluators(parts, directory, progress, keep))
+    return parts.modality.choose(_Evaluators(parts, directory, progress, keep))
 
 
 @dataclass(frozen=True, slots=True)

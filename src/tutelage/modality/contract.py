@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from tutelage.algorithms.contract import Algorithm, TeacherHead
-from tutelage.config.schema import Config, RunConfig
+from tutelage.config.schema import RunConfig
 from tutelage.data.notes import Progress, Report, silent
 from tutelage.data.prompts import Prompts
 from tutelage.data.trajectory import Trajectory
@@ -31,7 +31,7 @@ from tutelage.rollout.loops import single_turn  # noqa: F401  # registers the lo
 from tutelage.rollout.runner import RolloutRequest
 from tutelage.rollout.worker import AgentLoopWorker
 from tutelage.teachers.client import ResidentTeacher, TeacherClient
-from tutelage.teachers.pool import TeacherPool
+from tutelage.teachers.pool import Scorer, TeacherPool
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +69,8 @@ class Embedded:
     """the engine of the student as it was before training, if the algorithm compares with it"""
 
 
-class Evaluators(Protocol[E]):
-    """One evaluator for each thing that a student can make."""
+class ByModality(Protocol[E]):
+    """One of something, such as an evaluator or a planner, for each thing that a student can make."""
 
     def of_text(self, modality: TextModality) -> E: ...
 
@@ -134,6 +134,10 @@ class Modality(ABC):
     def has_adapter(self) -> bool:
         """Whether the student learns a LoRA adapter instead of its own weights."""
 
+    def teacher_scorer(self, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:
+        """Return what scores for a replica of that teacher: its engine, or a cache in front of it."""
+        return engine
+
     # ── what episodes are made of ────────────────────────────────────────────────────────────────────────────────────
 
     def loops(self, send: Send) -> AgentLoopWorker:
@@ -171,11 +175,11 @@ class Modality(ABC):
     def training_request(self, algorithm: Algorithm, step: int, version: int) -> RolloutRequest:
         """What a training step asks of its episodes, and of teachers for the algorithm."""
 
-    # ── measures, exports, plans ─────────────────────────────────────────────────────────────────────────────────────
+    # ── measures, plans, exports ─────────────────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    def evaluator(self, evaluators: Evaluators[E]) -> E:
-        """Choose the evaluator that fits."""
+    def choose(self, choices: ByModality[E]) -> E:
+        """Choose the one that fits."""
 
     @abstractmethod
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
@@ -195,7 +199,3 @@ class Modality(ABC):
     ) -> torch.dtype:
         """Write the student with the weights of a checkpoint to `out`, as the library that it comes from loads it.
         Returns the dtype of the model; `dtype` is in place of the one that the settings choose."""
-
-    @abstractmethod
-    def plannable(self, recipe: str) -> Config:
-        """The settings that `tutelage plan` reads; UserError if it does not know this modality."""

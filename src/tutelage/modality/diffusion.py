@@ -16,17 +16,15 @@ from torch import Tensor
 
 from tutelage.algorithms.contract import Algorithm, TeacherHead
 from tutelage.config.diffusion import DiffusionConfig, DiffusionNft
-from tutelage.config.schema import Config
 from tutelage.data.notes import Progress, Report, silent
 from tutelage.data.prompts import Prompts
 from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Trajectory
 from tutelage.engines.contract import DiffusionSampling, Engine, Want
 from tutelage.engines.registry import Role
-from tutelage.errors import UserError
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
-from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Spread
+from tutelage.modality.contract import ByModality, Checked, E, Embedded, Modality, Spread
 from tutelage.modality.demands import Demand
 from tutelage.modality.diffusion_episodes import DiffusionEpisodes
 from tutelage.modality.prompt_checks import check_routes
@@ -73,7 +71,7 @@ class DiffusionModality(Modality):
         from tutelage.modality import diffusion_models as models
 
         student = models.student_model(self.config, self.report, device)
-        teachers = {name: self.engine("teacher", name, 0, device) for name in self.config.teachers}
+        teachers = models.teacher_engines(self.config, self.report, device)
         return Embedded(
             checked=self.check(prompts, progress),
             learner=models.build_learner(self.config, student, queue),
@@ -87,7 +85,8 @@ class DiffusionModality(Modality):
         if role == "student":
             load = partial(models.student_model, self.config, self.report, device)
             return models.student_engine(self.config, device, load)
-        return models.teacher_engine(self.config, teacher, self.report, device)
+        load = partial(models.teacher_model, self.config, teacher, self.report, device)
+        return models.teacher_engine(self.config, teacher, device, load)
 
     def learner(self, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: Spread) -> Learner:
         """The settings refuse more than one rank."""
@@ -157,10 +156,10 @@ class DiffusionModality(Modality):
         names = ("steps", "height", "width", "frames", "guidance")
         return {**{name: getattr(rollout, name) for name in names}, "negative": rollout.negative_prompt}
 
-    # ── measures, exports, plans ─────────────────────────────────────────────────────────────────────────────────────
+    # ── measures, plans, exports ─────────────────────────────────────────────────────────────────────────────────────
 
-    def evaluator(self, evaluators: Evaluators[E]) -> E:
-        return evaluators.of_media(self)
+    def choose(self, choices: ByModality[E]) -> E:
+        return choices.of_media(self)
 
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
         return {"trained_steps": float(actions), "pictures_per_second": rows / seconds}
@@ -180,6 +179,3 @@ class DiffusionModality(Modality):
         copy_into(model.transformer, tensors.get("average", tensors["model"]))
         model.save_pipeline(out, keep_adapter)
         return model.dtype
-
-    def plannable(self, recipe: str) -> Config:
-        raise UserError(f"{recipe}: plans are drawn for students that write; this one paints")

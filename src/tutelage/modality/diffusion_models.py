@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tutelage.models.flow.base import PipelineModel
 from tutelage.models.flow.contract import Size
 from tutelage.models.flow.loading import float32_transformer, load_flow_model
 from tutelage.models.flow.sources import pipeline_directory
+from tutelage.models.sources import model_owners, shared_note
 from tutelage.models.weights import narrow, trainable
 from tutelage.policy.flow import StepKind
 from tutelage.queue.contract import SampleQueue
@@ -76,13 +78,30 @@ def student_engine(
     return build_engine(config.engine.kind, spec)
 
 
-def teacher_engine(config: DiffusionConfig, name: str, report: Report = silent, device: str = "cpu") -> Engine:
+def teacher_engines(config: DiffusionConfig, report: Report, device: str) -> dict[str, Engine]:
+    """Build the engines of all teachers in this process. Those that name the same model share it: they never change its
+    weights."""
+    models: dict[str, PipelineModel] = {}
+
+    def load(owner: str) -> PipelineModel:
+        if owner not in models:
+            models[owner] = teacher_model(config, owner, report, device)
+        return models[owner]
+
+    owners = model_owners(config.teachers)
+    for name, owner in owners.items():
+        if owner != name:
+            report(shared_note(name, owner))
+    return {name: teacher_engine(config, name, device, partial(load, owner)) for name, owner in owners.items()}
+
+
+def teacher_engine(config: DiffusionConfig, name: str, device: str, load: Callable[[], PipelineModel]) -> Engine:
     settings = config.teachers[name]
     spec = DiffusionSpec(
         role="teacher",
         path=settings.path,
         device=device,
-        load=lambda: teacher_model(config, name, report, device),
+        load=load,
         slots=config.engine.slots,
         guidance=settings.guidance,
         batch_steps=settings.batch_steps,

@@ -25,12 +25,13 @@ from tutelage.engines.registry import Role
 from tutelage.errors import UserError, missing_extra
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
-from tutelage.modality.contract import Checked, E, Embedded, Evaluators, Modality, Spread
+from tutelage.modality.contract import ByModality, Checked, E, Embedded, Modality, Spread
 from tutelage.modality.demands import Demand, usable_payloads
 from tutelage.modality.prompt_checks import Reaches, check_prompts
 from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.modality.text_learner import build_learner
 from tutelage.modality.text_models import (
+    cached_scorer,
     check_top_k,
     reaches,
     reference_engine,
@@ -54,7 +55,7 @@ from tutelage.rollout.contract import Send
 from tutelage.rollout.runner import RolloutRequest
 from tutelage.teachers import payload
 from tutelage.teachers.client import ResidentTeacher
-from tutelage.teachers.pool import TeacherPool
+from tutelage.teachers.pool import Scorer, TeacherPool
 
 
 class TextModality(Modality):
@@ -211,6 +212,9 @@ class TextModality(Modality):
             return teacher_engine(config, teacher, vocabulary, device, load)
         return reference_engine(config, vocabulary, self.report, device)
 
+    def teacher_scorer(self, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:
+        return cached_scorer(self.config, name, engine, vocabulary, device)
+
     def learner(self, queue: SampleQueue, vocabulary: int, device: str, ranks: Ranks, spread: Spread) -> Learner:
         config = self.config
         heads = [self._head(name, vocabulary, device) for name in self.heads]
@@ -264,10 +268,10 @@ class TextModality(Modality):
             stop_strings=settings.stop,
         )
 
-    # ── measures, exports, plans ─────────────────────────────────────────────────────────────────────────────────────
+    # ── measures, plans, exports ─────────────────────────────────────────────────────────────────────────────────────
 
-    def evaluator(self, evaluators: Evaluators[E]) -> E:
-        return evaluators.of_text(self)
+    def choose(self, choices: ByModality[E]) -> E:
+        return choices.of_text(self)
 
     def step_metrics(self, actions: int, rows: int, seconds: float) -> dict[str, float]:
         return {"tokens": float(actions), "length": actions / rows, "tokens_per_second": actions / seconds}
@@ -320,6 +324,3 @@ class TextModality(Modality):
         save_hf(saved, self.tokenizer, out, keep_adapter, name_for_others(student.path))
         found: torch.dtype = model.dtype
         return found
-
-    def plannable(self, recipe: str) -> Config:
-        return self.config

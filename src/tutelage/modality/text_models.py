@@ -3,13 +3,15 @@ fit together."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tutelage import __version__
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import TeacherHead
 from tutelage.config.engines import ENGINES
@@ -23,10 +25,15 @@ from tutelage.models.attention import NAME as ATTENTION
 from tutelage.models.attention import UnsupportedAttention
 from tutelage.models.attention_range import Reach, reach_of
 from tutelage.models.causal_lm import CausalLM, OutputHead
+from tutelage.models.dtype import choose_dtype
+from tutelage.models.identity import weights_identity
 from tutelage.models.loading import apply_lora, check_head_is_plain, load_causal_lm, narrow_adapter, read_config
 from tutelage.models.small_copy import check_copy, check_files
+from tutelage.models.sources import cache_directory, model_owners, resolve, shared_note
 from tutelage.models.tokenizers import SafeTokenizer, compare
 from tutelage.policy.text import log_probs
+from tutelage.teachers.cache import CachedScorer, ScoreCache
+from tutelage.teachers.pool import Scorer
 
 PREFIX_TOKENS = 4096
 """Prompt tokens whose keys and values an engine keeps for the other samples of the same prompts."""
@@ -58,13 +65,13 @@ def teacher_models(config: Config, report: Report = silent, device: str = "cpu")
     """Load the teachers that this process computes. Those that name the same model share it: they never change its
     weights."""
     loaded: dict[str, CausalLM] = {}
-    for name, owner in model_owners(config).items():
+    for name, owner in model_owners(config.teachers).items():
         if not computed_here(config.teachers[name].engine.kind):
             continue
         if owner == name:
             loaded[name] = teacher_model(config, name, report, device)
         else:
-            report(f"teachers.{name}: the model of teachers.{owner}, which is loaded once")
+            report(shared_note(name, owner))
             loaded[name] = loaded[owner]
     return loaded
 
@@ -72,20 +79,6 @@ def teacher_models(config: Config, report: Report = silent, device: str = "cpu")
 def computed_here(kind: str) -> bool:
     """Whether an engine computes with a model of this package, in the process that builds the engine."""
     return ENGINES[kind].embedded
-
-
-def model_owners(config: Config) -> dict[str, str]:
-    """For each teacher, the first one that names the same model in the same dtype for the same kind of engine."""
-    first: dict[tuple[str, str, str], str] = {}
-    return {
-        name: first.setdefault((_same(t.path), t.dtype, t.engine.kind), name) for name, t in config.teachers.items()
-    }
-
-
-def _same(path: str) -> str:
-    """The path of a directory in the one spelling that it has; any other name of a model as it is."""
-    directory = Path(path).expanduser()
-    return str(directory.resolve()) if directory.is_dir() else path
 
 
 def on_packs(model: Any, key: str, settings: ModelSettings, report: Report) -> CausalLM:
@@ -218,6 +211,24 @@ def teacher_engine(config: Config, name: str, vocabulary: int, device: str, load
         gpu_memory=settings.engine.gpu_memory,
     )
     return build_engine(settings.engine.kind, spec)
+
+
+def cached_scorer(config: Config, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:
+    """Return a cache in front of a replica of a teacher; without `teachers.NAME.cache`, its engine."""
+    settings = config.teachers[name]
+    if not settings.cache:
+        return engine
+    identity = {
+        "weights": engine.identity or weights_identity(resolve(settings.path)),
+        "engine": settings.engine.kind,
+        "device": torch.device(device).type,
+        "dtype": str(choose_dtype(settings.dtype, device)[0]),
+        "temperature": config.teacher_temperature(name),
+        "vocabulary": vocabulary,
+        "versions": [__version__, *map(version, ("torch", "transformers"))],
+    }
+    cache = ScoreCache(cache_directory() / "scores", int(settings.cache_gb * 1e9))
+    return CachedScorer(engine, cache, json.dumps(identity, sort_keys=True))
 
 
 def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> Engine:

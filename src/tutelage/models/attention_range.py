@@ -7,7 +7,8 @@ Packs do not use the model's masks, so the rule behind the mask of each layer is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,11 +62,8 @@ def reach_of(config: PretrainedConfig) -> Reach | None:
     return min(found, key=lambda reach: reach.tokens, default=None)
 
 
-@dataclass(slots=True)
-class _Probe:
-    """Replaces a plan and records the mask of each layer."""
-
-    masks: dict[int, Tensor | None] = field(default_factory=dict)
+_masks: ContextVar[dict[int, Tensor | None] | None] = ContextVar("tutelage_masks", default=None)
+"""Where the probe records the mask of each layer."""
 
 
 def sights_of(model: PreTrainedModel, tokens: Tensor) -> dict[int, Sight]:
@@ -75,17 +73,21 @@ def sights_of(model: PreTrainedModel, tokens: Tensor) -> dict[int, Sight]:
     Returns nothing for a model that cannot be probed. Its layers' own arguments then apply, and the comparison with its
     own forward pass detects errors.
     """
-    probe, before = _Probe(), model.config._attn_implementation
+    if not model._can_set_attn_implementation():
+        return {}
+    masks: dict[int, Tensor | None] = {}
+    before, token = model.config._attn_implementation, _masks.set(masks)
     model.set_attn_implementation(PROBE)
     try:
-        model.base_model(input_ids=tokens[None], use_cache=False, plan=probe)
+        model.base_model(input_ids=tokens[None], use_cache=False)
     except Exception:  # architectures raise errors of any kind
         return {}
     finally:
+        _masks.reset(token)
         model.set_attn_implementation(before)
     kept: dict[tuple[int, object], Sight] = {}
     sights: dict[int, Sight] = {}
-    for layer, mask in probe.masks.items():
+    for layer, mask in masks.items():
         rule: tuple[MaskRule, object] | None = getattr(mask, "rule", None)
         if rule is not None:
             known = (id(rule[0]), rule[1])
@@ -123,13 +125,12 @@ def _look(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    plan: _Probe | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """An attention function that records the mask and computes nothing."""
-    if plan is not None:
-        plan.masks[int(module.layer_idx)] = attention_mask  # type: ignore[arg-type]
+    masks = _masks.get()
+    if masks is not None:
+        masks[int(module.layer_idx)] = attention_mask  # type: ignore[arg-type]
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 

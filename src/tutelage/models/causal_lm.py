@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tutelage.models.attention import NAME, DecodePlan, KeyValueCache, PackPlan, UnsupportedAttention
+from tutelage.models.attention import (
+    NAME,
+    DecodePlan,
+    KeyValueCache,
+    PackPlan,
+    UnsupportedAttention,
+    pack_attention,
+    planned,
+    redirect,
+    set_attention,
+)
 from tutelage.models.attention_range import Reach, reach_of, sights_of
 from tutelage.models.lean import LeanLinear, make_lean
 from tutelage.models.llama_decode import LlamaDecoder, llama_decoder
@@ -128,7 +138,8 @@ class CausalLM:
         return self._run(packed.tokens[None], packed.positions[None], plan)[0], plan
 
     def _run(self, tokens: Tensor, positions: Tensor, plan: PackPlan | DecodePlan) -> Tensor:
-        out = self.backbone(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+        with planned(plan):
+            out = self.backbone(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden: Tensor = out.last_hidden_state
         return hidden
 
@@ -141,7 +152,7 @@ class CausalLM:
     @contextmanager
     def _as_itself(self) -> Iterator[None]:
         lean = [(module, type(module)) for module, _ in self._classes]
-        self.model.set_attn_implementation("eager")
+        set_attention(self.model, packs=False)
         try:
             for module, before in self._classes:
                 module.__class__ = before
@@ -149,14 +160,16 @@ class CausalLM:
         finally:
             for module, now in lean:
                 module.__class__ = now
-            self.model.set_attn_implementation(NAME)
+            set_attention(self.model, packs=True)
 
     @torch.no_grad()
     def _adopt(self) -> None:
         """Prepare the model for packs, and refuse it if its results change."""
-        name = type(self.model).__name__
-        if self.model.config._attn_implementation != NAME:
-            raise ValueError(f"load the model with attention {NAME!r}, not {self.model.config._attn_implementation!r}")
+        name, attention = type(self.model).__name__, self.model.config._attn_implementation
+        if attention != pack_attention(type(self.model)):
+            raise ValueError(f"load the model with attention {NAME!r}, not {attention!r}")
+        if attention != NAME:
+            redirect(self.model)
         generator = torch.Generator().manual_seed(0)
         length = min(6, self.reach.tokens) if self.reach is not None else 6
         sequences = [torch.randint(0, self.head.vocabulary, (length,), generator=generator) for _ in range(2)]
@@ -168,12 +181,12 @@ class CausalLM:
             self._sights = sights_of(self.model, sequences[1].to(self.device))
             self._classes = make_lean(self.model)
             hidden, plan = self.prefill(pack(sequences, shortest_prefix=2))
+            gap = relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)
         except UnsupportedAttention:
             raise
         except Exception as error:
             raise UnsupportedAttention(f"{name} cannot be computed on packs: {_said(error)}") from error
         tolerance = 1e-4 if self.model.dtype == torch.float32 else 5e-2
-        gap = relative_gap(self.head(hidden[plan.pack.rows[1]]), expected)
         if bool(torch.isfinite(expected).all()) and not gap <= tolerance:  # NaN is not
             raise UnsupportedAttention(
                 f"{name} computes something else on packs than on its own (relative gap {gap:.2g}): "

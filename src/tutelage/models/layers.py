@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tutelage.models.attention import current_plan, planned
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.sources import ModelError
 
@@ -38,6 +39,12 @@ def _computed_again(forward: Callable[..., Any]) -> Callable[..., Any]:
     def again(*args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **options)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        plan = current_plan()
+
+        def under_its_plan(*args: Any, **options: Any) -> Any:
+            with planned(plan):  # also when the backward pass calls it
+                return forward(*args, **options)
+
+        return checkpoint(under_its_plan, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     return again

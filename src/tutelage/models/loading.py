@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from tutelage.config.schema import LoraSettings, ModelSettings, TextStudentSettings
 from tutelage.data.notes import Report
-from tutelage.models.attention import NAME
+from tutelage.models.attention import NAME, UnsupportedAttention, pack_attention
 from tutelage.models.dtype import choose_dtype
 from tutelage.models.sources import ModelError, resolve, whole_directory
 from tutelage.models.weights import narrow
@@ -44,11 +44,12 @@ def load_causal_lm(
     settings: ModelSettings,
     *,
     device: str = "cpu",
-    attention: str = "sdpa",
+    attention: str | None = None,
     progress: Report | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode. `attention` is the attn_implementation of transformers.
+    """Load a model in evaluation mode. `attention` is the attn_implementation of transformers; None lets transformers
+    choose, because some architectures (gpt_oss) have no "sdpa".
 
     `dtype` overrides the one that the settings choose for this device. `progress` receives messages about the dtype,
     disabled dropout and removed layers.
@@ -202,7 +203,7 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
     """Return the config of a model, and refuse one whose attention does not support packs."""
     directory = resolve(settings.path)
     config = load_config(directory)
-    _check_interface(directory, config)
+    _pack_attention(directory, config)
     return config
 
 
@@ -229,11 +230,13 @@ def _without_dropout(config: PretrainedConfig) -> Iterator[str]:
             yield f"{key} set from {value} to 0"
 
 
-def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _load_weights(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel:
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-    options |= {"config": config, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     if attention == NAME:
-        _check_interface(directory, config)
+        attention = _pack_attention(directory, config)
+    options |= {"config": config, "dtype": dtype, "attn_implementation": attention, "output_loading_info": True}
     try:
         with _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False, **options)
@@ -259,21 +262,18 @@ def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype,
     return model
 
 
-def _check_interface(directory: Path, config: PretrainedConfig) -> None:
-    """Refuse an architecture that does not use the attention interface of transformers."""
+def _pack_attention(directory: Path, config: PretrainedConfig) -> str:
+    """Return the attn_implementation for packs, and refuse an architecture whose attention cannot be replaced."""
     known: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
         raise ModelError(
             f"{directory / 'config.json'}: transformers has no causal language model of model_type "
             f"{config.model_type!r}: this architecture is not supported, choose another model"
         )
-    architecture = known[type(config)]
-    if not architecture._can_set_attn_implementation():
-        raise ModelError(
-            f"{directory / 'config.json'}: {architecture.__name__} (model_type {config.model_type!r}) computes "
-            "attention by itself, not through transformers' attention interface, so packs cannot be computed: this "
-            "architecture is not supported, choose another model"
-        )
+    try:
+        return pack_attention(known[type(config)])
+    except UnsupportedAttention as error:
+        raise ModelError(f"{directory / 'config.json'}: {error}") from error
 
 
 @contextmanager

@@ -84,8 +84,13 @@ class Sizes:
         return self.itemsize < torch.float32.itemsize
 
 
-class _NotMade(Exception):
+class NotMade(Exception):
     """The model must be created or downloaded first."""
+
+
+def refuse_to_make(line: str) -> None:
+    """Raise NotMade. A source reports progress only if it has to create or download the model."""
+    raise NotMade
 
 
 def model_sizes(settings: ModelSettings, lora: LoraSettings | None = None, device: str = "cpu") -> Sizes | None:
@@ -146,14 +151,11 @@ def _per_token(config: PretrainedConfig, lora: LoraSettings | None) -> tuple[int
 
 
 def _model_config(path: str) -> PretrainedConfig | None:
-    def refuse(line: str) -> None:
-        raise _NotMade  # a source reports progress only if it has to create or download the model
-
     described = Path(path).expanduser()
     try:
         nothing_else = [file.name for file in described.glob("*")] == ["config.json"]
-        directory = described if nothing_else else resolve(path, refuse)
-    except _NotMade:
+        directory = described if nothing_else else resolve(path, refuse_to_make)
+    except NotMade:
         return AutoConfig.for_model("llama", **_SMOLLM2_SHAPE) if path == SMOLLM2 else None
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

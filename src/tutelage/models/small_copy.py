@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from tutelage.config.schema import ModelSettings
-from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention
+from tutelage.models.attention import KeyValueCache, UnsupportedAttention, set_attention
 from tutelage.models.attention_range import Reach, reach_of
 from tutelage.models.causal_lm import CausalLM, fill_cache, relative_gap
 from tutelage.models.loading import read_config
@@ -60,7 +60,13 @@ def check_files(settings: ModelSettings) -> tuple[Reach | None, str | None]:
     return reach_of(config), check_copy(config)
 
 
-def _check(config: PretrainedConfig) -> str | None:
+class NoCopy(Exception):
+    """No small copy of an architecture can be built."""
+
+
+def small_model(config: PretrainedConfig) -> tuple[PreTrainedModel, list[Tensor]]:
+    """Build a small copy, always with the same weights. Returns it with eager attention, and its own logits of some
+    sequences."""
     problem = ""
     for narrow in (True, False):  # if narrow layers are inconsistent, try the original widths
         try:
@@ -71,14 +77,22 @@ def _check(config: PretrainedConfig) -> str | None:
             problem = problem or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
         if all(bool(torch.isfinite(logits).all()) for logits in expected):
-            model.set_attn_implementation(NAME)
-            _compare(model, expected)
-            return None
+            return model, expected
         problem = problem or "its logits are not finite"
-    return (
-        f"no small copy of {config.model_type} could be made to see how it computes long sequences ({problem}): "
-        "windows and length thresholds are checked on the first batch of the run only"
-    )
+    raise NoCopy(problem)
+
+
+def _check(config: PretrainedConfig) -> str | None:
+    try:
+        model, expected = small_model(config)
+    except NoCopy as problem:
+        return (
+            f"no small copy of {config.model_type} could be made to see how it computes long sequences ({problem}): "
+            "windows and length thresholds are checked on the first batch of the run only"
+        )
+    set_attention(model, packs=True)
+    _compare(model, expected)
+    return None
 
 
 @contextmanager
@@ -121,7 +135,7 @@ def _compare(model: PreTrainedModel, expected: list[Tensor]) -> None:
 
 @torch.no_grad()
 def _own_logits(model: PreTrainedModel) -> list[Tensor]:
-    model.set_attn_implementation("eager")
+    set_attention(model, packs=False)
     reach = reach_of(model.config)
     sequences = _sequences(reach.tokens if reach is not None else LENGTHS[0])
     return [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
@@ -244,9 +258,11 @@ def _small_settings(config: PretrainedConfig, settings: Mapping[str, Any], *, na
         return small
     small |= {key: value for key, value in NARROW.items() if settings.get(key)}
     small |= {names["hidden_size"]: HEADS * HEAD_WIDTH, names["num_attention_heads"]: HEADS}
-    heads, shared = settings.get(names["num_attention_heads"]), settings.get("num_key_value_heads")
-    if shared is not None:
-        small["num_key_value_heads"] = HEADS if shared == heads else min(shared, 2)
+    heads = settings.get(names["num_attention_heads"])
+    for key in ("num_key_value_heads", "num_kv_heads"):
+        shared = settings.get(key)
+        if shared is not None:
+            small[key] = HEADS if shared == heads else min(shared, 2)
     if settings.get("head_dim"):
         rotated = settings["head_dim"] == settings.get("qk_rope_head_dim")  # of models that rotate only a part
         small["head_dim"] = NARROW["qk_rope_head_dim"] if rotated else HEAD_WIDTH

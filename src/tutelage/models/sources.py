@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
+    from tutelage.config.schema import TeacherSettings
+
 Maker = Callable[[str, Report], Path]
 """Takes a path with a scheme and returns the directory of the model that it names, made first if it is not there."""
 LANGUAGE_MODELS: dict[str, Maker] = {}
@@ -75,6 +77,23 @@ def maker_of(path: str, makers: Mapping[str, Maker]) -> Maker | None:
     """The maker that the scheme of `path` belongs to; None if it has no scheme, or one that nobody entered."""
     scheme, colon, _ = path.partition(":")
     return makers.get(scheme) if colon else None
+
+
+def model_owners(teachers: Mapping[str, TeacherSettings]) -> dict[str, str]:
+    """For each teacher, the first one that names the same model in the same dtype for the same kind of engine."""
+    first: dict[tuple[str, str, str], str] = {}
+    return {name: first.setdefault((_same(t.path), t.dtype, t.engine.kind), name) for name, t in teachers.items()}
+
+
+def shared_note(name: str, owner: str) -> str:
+    """What a run says of a teacher whose model another one has."""
+    return f"teachers.{name}: the model of teachers.{owner}, which is loaded once"
+
+
+def _same(path: str) -> str:
+    """The path of a directory in the one spelling that it has; any other name of a model as it is."""
+    directory = Path(path).expanduser()
+    return str(directory.resolve()) if directory.is_dir() else path
 
 
 def name_for_others(path: str) -> str:

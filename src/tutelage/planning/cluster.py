@@ -1,14 +1,14 @@
 """The cluster part of a plan: the placement of replicas and the memory of one device of each pool.
 
-Sizes are estimates based on config.json. They assume that an engine with several devices splits its model evenly over
-them, and that trained weights are split evenly over the learner's ranks.
+Sizes are estimates based on the config files of models. They assume that trained weights are split evenly over the
+learner's ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tutelage.algorithms.contract import Algorithm
 from tutelage.backends.placement import (
     DEVICES,
     QUEUE_CPUS,
@@ -28,23 +27,10 @@ from tutelage.backends.placement import (
     size,
     summary,
 )
-from tutelage.config.pools import Member, pool_members
-from tutelage.config.schema import Config, PoolSettings
-from tutelage.modality.text_models import PREFIX_TOKENS
-from tutelage.models.sizes import Sizes, Weights
-from tutelage.planning.memory import (
-    Item,
-    activations,
-    critic_bytes,
-    logits,
-    not_made,
-    optimizer_bytes,
-    parameters,
-    readable,
-)
-
-GATHERED_LAYERS = 2
-"""The number of unsharded decoder layers on a rank at once: the current one and the next, which is prefetched."""
+from tutelage.config.pools import pool_members
+from tutelage.config.schema import PoolSettings
+from tutelage.planning.contract import Planner
+from tutelage.planning.memory import Item, readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +83,9 @@ class ClusterPlan:
         return {"pools": pools, "nodes": nodes, "refusal": self.refusal}
 
 
-def plan_cluster(
-    config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None], nodes: Sequence[Node] | None
-) -> ClusterPlan:
+def plan_cluster(planner: Planner, nodes: Sequence[Node] | None) -> ClusterPlan:
     """Place the pools on these nodes or, without nodes, on this machine if the recipe starts a local cluster."""
+    config = planner.config
     if nodes is None and config.ray.address is None:
         nodes = [Node("this machine", config.ray.cpus, torch.cuda.device_count())]
     places: tuple[Place, ...] = ()
@@ -117,113 +102,11 @@ def plan_cluster(
             tuple(member.name for member in members if member.pool == name),
             pool,
             tuple(where for where in places if where.bundle.pool == name),
-            tuple(item for m in members if m.pool == name for item in _memory(config, algorithm, sizes, m, pool)),
+            tuple(item for m in members if m.pool == name for item in planner.on_device(m, pool)),
         )
         for name, pool in config.pools.items()
     ]
     return ClusterPlan(tuple(pools), None if nodes is None else tuple(nodes), refusal)
-
-
-def _memory(
-    config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None], member: Member, pool: PoolSettings
-) -> Iterator[Item]:
-    """Yield the memory that one member needs on one device."""
-    if member.key == "rollout.pool":
-        return
-    teacher = member.key.removeprefix("teachers.").removesuffix(".pool")
-    is_teacher = member.key.startswith("teachers.")
-    known = sizes[f"teachers.{teacher}" if is_teacher else "student"]
-    if known is None:
-        yield Item(member.name, None, not_made((config.teachers[teacher] if is_teacher else config.student).path))
-    elif member.key == "learner.pool":
-        yield from _learning(config, algorithm, known, pool)
-        if algorithm.payload == "full":
-            yield from _heads(config, sizes)
-    elif member.key == "engine.pool":
-        yield _part(f"{member.name} weights", known.adapted, pool.devices, "device")
-        yield _cache(config, known, pool)
-        yield from _kept_prompts(config, known, pool)
-    else:
-        yield _part(f"{member.name} weights", known.plain, pool.devices, "device")
-        if is_teacher:
-            yield from _kept_prompts(config, known, pool)
-
-
-def _learning(config: Config, algorithm: Algorithm, student: Sizes, pool: PoolSettings) -> Iterator[Item]:
-    """Yield the memory of one rank: its shard of weights and states, and the unsharded layers in use."""
-    ranks, settings, learns = pool.replicas, config.optimizer, student.learns
-    sharded = ranks > 1  # shards are the float32 masters; a single rank has masters in addition to the compute weights
-    yield _part("learner weights", _kept(student) if sharded else student.adapted, ranks, "rank")
-    if student.has_masters and not sharded:
-        yield _part("learner masters", learns.float32, ranks, "rank")
-    yield _part("learner gradients", learns.float32, ranks, "rank")
-    moments = optimizer_bytes(settings, learns)
-    yield Item(
-        "learner optimizer", _share(moments, ranks), f"{settings.name}, {readable(moments)}{_over(ranks, 'rank')}"
-    )
-    if algorithm.critic_losses:
-        critic = critic_bytes(settings, student, rounded=not sharded)
-        how = f"weights, gradients and {settings.name}, {readable(critic)}{_over(ranks, 'rank')}"
-        yield Item("critic", _share(critic, ranks), how)
-    if sharded:
-        yield _gathered(config, student)
-    yield logits(settings, student)
-    yield activations(config, student)
-
-
-def _kept(student: Sizes) -> Weights:
-    """Return the sharded weights: trained ones in float32, the others in the compute dtype."""
-    more = student.learns.float32.bytes - student.learns.bytes
-    return replace(student.adapted, bytes=student.adapted.bytes + more)
-
-
-def _gathered(config: Config, student: Sizes) -> Item:
-    """Return the memory of unsharded weights on every rank: embedding and head during forward and backward, and decoder
-    layers while they are in use."""
-    each = student.itemsize
-    layer = (student.plain.numbers - student.ends.numbers) // student.layers
-    taken = (student.ends.numbers + GATHERED_LAYERS * layer) * each
-    what = "embedding and head"
-    if config.student.lora is None:
-        taken += student.ends.float32.bytes
-        what += " with their float32 gradients"
-    return Item("gathered weights", taken, f"{what}, and {GATHERED_LAYERS} layers, × {each} bytes")
-
-
-def _heads(config: Config, sizes: Mapping[str, Sizes | None]) -> Iterator[Item]:
-    """Yield the memory of the teachers' output heads, which the learner needs to compute their distributions."""
-    for name, settings in config.teachers.items():
-        teacher = sizes[f"teachers.{name}"]
-        if teacher is None:
-            yield Item(f"head of teacher {name}", None, not_made(settings.path))
-            continue
-        each = teacher.plain.bytes // teacher.plain.numbers
-        how = f"vocabulary {teacher.vocabulary:,} × width {teacher.width:,} × {each} bytes"
-        yield Item(f"head of teacher {name}", teacher.vocabulary * teacher.width * each, how)
-
-
-def _cache(config: Config, student: Sizes, pool: PoolSettings) -> Item:
-    slots, context = config.engine.slots, config.engine.context
-    how = f"{slots:,} slots × {context:,} positions × {student.cached:,} bytes at most{_over(pool.devices, 'device')}"
-    return Item("key-value cache", _share(slots * context * student.cached, pool.devices), how)
-
-
-def _kept_prompts(config: Config, known: Sizes, pool: PoolSettings) -> Iterator[Item]:
-    if config.rollout.samples > 1:
-        how = f"{PREFIX_TOKENS:,} tokens × {known.cached:,} bytes{_over(pool.devices, 'device')}"
-        yield Item("kept prompts", _share(PREFIX_TOKENS * known.cached, pool.devices), how)
-
-
-def _part(name: str, weights: Weights, parts: int, unit: str) -> Item:
-    return Item(name, _share(weights.bytes, parts), parameters(weights) + _over(parts, unit))
-
-
-def _share(count: int, parts: int) -> int:
-    return -(-count // parts)
-
-
-def _over(parts: int, unit: str) -> str:
-    return f", over {parts} {unit}s" if parts > 1 else ""
 
 
 def show_cluster(planned: ClusterPlan, console: Console) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich.console import Console
@@ -17,36 +17,29 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, Episodes, Signal
 from tutelage.backends.placement import Node
 from tutelage.config.objectives import PAYLOADS
 from tutelage.config.plugins import load_plugin
-from tutelage.config.pools import pool_members
-from tutelage.config.schema import Config, ModelSettings, Ppo, Reinforcement
+from tutelage.config.schema import Ppo, RunConfig
 from tutelage.data.ragged import Ragged
-from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey
-from tutelage.errors import UserError
+from tutelage.data.trajectory import COLUMNS, Batch, EpisodeKey, Span
 from tutelage.learner.schedule import schedule
-from tutelage.models.sizes import Sizes, model_sizes
-from tutelage.models.sources import ModelError
+from tutelage.modality import modality_of
 from tutelage.planning.cluster import ClusterPlan, plan_cluster, show_cluster
-from tutelage.planning.memory import Item, available_memory, embedded_memory, how_to_lower, readable
+from tutelage.planning.contract import Planner, SpanCount, Stage
+from tutelage.planning.memory import Item, available_memory, how_to_lower, readable
+
+if TYPE_CHECKING:
+    from tutelage.modality.diffusion import DiffusionModality
+    from tutelage.modality.text import TextModality
 
 WIDE = 200
 """Line width for output to a pipe or file."""
 
 ColumnPlace = Literal["queue", "learner"]
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage of a step."""
-
-    name: str
-    detail: str
-    parts: tuple[Stage, ...] = ()
-    """Its concurrent parts."""
+_NOT_IN_JSON = ("models", "cluster", "step_name", "longest")
+"""Fields of a plan that its JSON has in another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +48,10 @@ class PlannedColumn:
 
     name: str
     producer: str
-    span: str
+    span: Span
     dtype: str
     bytes: int | None
-    """Bytes per token, action or row, depending on its span; None if the width of a model is unknown."""
+    """Bytes per value of its span; None if the sizes of a model are unknown."""
     place: ColumnPlace
     """Whether it goes through the queue or is added by the learner."""
 
@@ -76,8 +69,14 @@ class Plan:
     columns: tuple[PlannedColumn, ...]
     rows: int
     """The number of trajectories in a step, one per episode."""
-    answer_tokens: int
-    """The number of actions in the longest answer."""
+    actions: int
+    """The number of actions of a row, at most."""
+    spans: Mapping[Span, SpanCount]
+    """The number of values in a step by the span of a column, at most."""
+    step_name: str
+    """What the columns of a step are called among uses of memory."""
+    longest: str
+    """The rows and actions of a step, as text."""
     models: tuple[Item, ...]
     """The memory of everything but the columns."""
     available: int | None
@@ -86,24 +85,21 @@ class Plan:
     """The placement and the memory per device, if the run uses a cluster."""
 
     @property
-    def bytes_per_action(self) -> int | None:
-        """The bytes of all columns per action, including the per-token columns of its token."""
-        return _sum(column.bytes for column in self.columns if column.span != "row")
-
-    @property
-    def bytes_per_row(self) -> int | None:
-        return _sum(column.bytes for column in self.columns if column.span == "row")
+    def bytes_per(self) -> dict[str, int | None]:
+        """The bytes of all columns by what their values belong to: actions, rows and others."""
+        units: dict[str, list[int | None]] = {}
+        for column in self.columns:
+            units.setdefault(self.spans[column.span].unit, []).append(column.bytes)
+        return {unit: _sum(sizes) for unit, sizes in units.items()}
 
     @property
     def step_bytes(self) -> int | None:
-        """The bytes of all columns of a step if every answer has maximum length, without prompts."""
-        action, row = self.bytes_per_action, self.bytes_per_row
-        return None if action is None or row is None else self.rows * (self.answer_tokens * action + row)
+        """The bytes of all columns of a step if every row has as many actions as it may have, without prompt tokens."""
+        return _sum(None if c.bytes is None else c.bytes * self.spans[c.span].count for c in self.columns)
 
     @property
     def memory(self) -> tuple[Item, ...]:
-        how = f"{self.rows:,} rows × {self.answer_tokens:,} actions, the longest answers"
-        return (*self.models, Item("columns of a step", self.step_bytes, how))
+        return (*self.models, Item(self.step_name, self.step_bytes, self.longest))
 
     @property
     def total(self) -> int:
@@ -127,9 +123,8 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return everything that is printed, with totals. Sizes are in bytes; null is unknown."""
         return {
-            **{name: value for name, value in asdict(self).items() if name not in ("models", "cluster")},
-            "bytes_per_action": self.bytes_per_action,
-            "bytes_per_row": self.bytes_per_row,
+            **{name: value for name, value in asdict(self).items() if name not in _NOT_IN_JSON},
+            "bytes_per": self.bytes_per,
             "step_bytes": self.step_bytes,
             "memory": [asdict(item) for item in self.memory],
             "total": self.total,
@@ -140,37 +135,53 @@ class Plan:
         }
 
 
-def plan(config: Config, nodes: Sequence[Node] | None = None) -> Plan:
+def plan(config: RunConfig, nodes: Sequence[Node] | None = None) -> Plan:
     """Return the plan of a run; with runtime ray, `nodes` is the cluster.
 
     Raises UserError with all models that cannot be used.
     """
     for file in config.plugins:
         load_plugin(file)
-    algorithm, sizes = build_algorithm(config), _all_sizes(config)
-    embedded = config.runtime == "inline"
+    planner = modality_of(config).choose(_Planners())
+    algorithm, embedded = planner.algorithm, config.runtime == "inline"
     return Plan(
         name=config.name,
         note=algorithm.note,
-        graph=_graph(config, algorithm),
-        not_computed=_not_computed(config, algorithm),
-        columns=(*_travelling(config, algorithm, sizes), *_added(algorithm)),
-        rows=config.prompts_per_step * config.rollout.samples,
-        answer_tokens=config.rollout.max_tokens,
-        models=tuple(embedded_memory(config, algorithm, sizes)) if embedded else (),
+        graph=_graph(planner),
+        not_computed=_not_computed(planner),
+        columns=(*_travelling(planner), *_added(planner)),
+        rows=planner.rows,
+        actions=planner.actions,
+        spans=planner.spans,
+        step_name=planner.step_name,
+        longest=planner.longest,
+        models=tuple(planner.embedded()) if embedded else (),
         available=available_memory() if embedded else None,
-        cluster=None if embedded else plan_cluster(config, algorithm, sizes, nodes),
+        cluster=None if embedded else plan_cluster(planner, nodes),
     )
 
 
-def _graph(config: Config, algorithm: Algorithm) -> tuple[Stage, ...]:
-    rollout, episodes = config.rollout, config.prompts_per_step * config.rollout.samples
-    sampled = (
-        f"{rollout.samples} {'samples' if rollout.samples > 1 else 'sample'} each, up to {rollout.max_tokens} tokens"
-    )
+class _Planners:
+    """Chooses the planner of a modality."""
+
+    def of_text(self, modality: TextModality) -> Planner:
+        from tutelage.planning.text import TextPlanner
+
+        return TextPlanner(modality.config, modality.algorithm())
+
+    def of_media(self, modality: DiffusionModality) -> Planner:
+        modality.require_packages()
+        from tutelage.planning.media import MediaPlanner
+
+        return MediaPlanner(modality.config, modality.algorithm())
+
+
+def _graph(planner: Planner) -> tuple[Stage, ...]:
+    config, algorithm, rollout = planner.config, planner.algorithm, planner.config.rollout
+    sampled = f"{rollout.samples} {'samples' if rollout.samples > 1 else 'sample'} each, {planner.episode}"
     engines = config.pools[config.engine.pool].replicas if config.runtime == "ray" else 1
     slots = f"{engines} × {config.engine.slots}" if engines > 1 else f"{config.engine.slots}"
-    together = min(engines * config.engine.slots, episodes)
+    together = min(engines * config.engine.slots, planner.rows)
     acts = f"student, {rollout.agent_loop}: {sampled}; {together} at a time in {slots} slots"
     waits = ", ".join(algorithm.needs)
     stages = [
@@ -179,23 +190,24 @@ def _graph(config: Config, algorithm: Algorithm) -> tuple[Stage, ...]:
         Stage("scoring", "each episode as soon as it ends", tuple(_scoring(config, algorithm))),
         Stage("queue", f"waits for whole groups with {waits}"),
         Stage("signal", "held fixed during the updates", tuple(_signal(algorithm))),
-        _updates(config, algorithm),
+        _updates(planner),
         Stage("publish", _publication(config)),
     ]
     return tuple(stage for stage in stages if stage.parts or stage.name not in ("scoring", "signal"))
 
 
-def _publication(config: Config) -> str:
+def _publication(config: RunConfig) -> str:
     if config.runtime == "inline":
         return "the engine goes on with the new weights; runtime inline: one process for all models"
     loaded = f"the student's engines load the new weights within {config.ray.publish_deadline:g} s"
     return f"{loaded}; runtime ray: pools {', '.join(config.pools)}"
 
 
-def _scoring(config: Config, algorithm: Algorithm) -> Iterator[Stage]:
-    if "reward" in algorithm.needs:
+def _scoring(config: RunConfig, algorithm: Algorithm) -> Iterator[Stage]:
+    if config.rewards:
         named = ", ".join(f"{name} ({r.function}, weight {r.weight:g})" for name, r in config.rewards.items())
-        yield Stage("rewards", f"{named}, in processes of their own")
+        only = "" if "reward" in algorithm.needs else "; measured, no loss reads them"
+        yield Stage("rewards", f"{named}, in processes of their own{only}")
     sent = PAYLOADS[algorithm.payload].means.format(k=algorithm.top_k)
     judged = [name for name in algorithm.needs if COLUMNS[name].producer == "teachers" and name != "reference_logp"]
     for name in config.teachers:
@@ -209,23 +221,20 @@ def _signal(algorithm: Algorithm) -> Iterator[Stage]:
         yield Stage("old log-probs", "a forward pass of the student with the weights of before the updates")
     if "values" in algorithm.derives:
         yield Stage("values", "a forward pass of the critic")
+    for reader in algorithm.reads:
+        what = reader.name.replace("_", " ")
+        yield Stage(what, "a forward pass of the student with the weights of before the updates")
     sources = [("rewards and groups", algorithm.over_rows), ("per-action columns", algorithm.over_columns)]
     if used := [source for source, function in sources if function is not None]:
         yield Stage("advantages", f"from {', then from '.join(used)}")
 
 
-def _updates(config: Config, algorithm: Algorithm) -> Stage:
-    times = schedule(config, 1)
+def _updates(planner: Planner) -> Stage:
+    algorithm, times, chosen = planner.algorithm, schedule(planner.config, 1), planner.config.algorithm
     minibatches = f"{times.minibatches} mini-batch{'es' if times.minibatches > 1 else ''}"
     epochs = f"{times.epochs} epoch{'s' if times.epochs > 1 else ''}"
     parts = [Stage(f"loss {loss.name}", f"coefficient {loss.coefficient:g}") for loss in algorithm.losses]
-    chosen = config.algorithm
-    if isinstance(chosen, Reinforcement):
-        if chosen.kl > 0:
-            how = f"{chosen.kl_estimator}, in the loss" if chosen.kl_in == "loss" else "k1, taken off the reward"
-            parts.append(Stage("KL to the reference", f"coefficient {chosen.kl:g} ({how})"))
-        if chosen.entropy > 0:
-            parts.append(Stage("entropy bonus", f"coefficient {chosen.entropy:g}"))
+    parts += planner.penalties()
     warmup = (
         f", alone in the first {chosen.critic_warmup} steps" if isinstance(chosen, Ppo) and chosen.critic_warmup else ""
     )
@@ -234,11 +243,12 @@ def _updates(config: Config, algorithm: Algorithm) -> Stage:
     return Stage("updates", f"{epochs} × {minibatches}", tuple(parts))
 
 
-def _not_computed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
+def _not_computed(planner: Planner) -> tuple[str, ...]:
+    algorithm = planner.algorithm
     computed = {
-        "rewards": "reward" in algorithm.needs,
-        "teachers": bool(config.teachers),
-        "reference": "reference_logp" in algorithm.needs,
+        "rewards": bool(planner.config.rewards),
+        "teachers": bool(planner.config.teachers),
+        "reference": planner.has_reference,
         "old log-probs": "old_logp" in algorithm.derives,
         "values": "values" in algorithm.derives,
         "advantages": algorithm.over_rows is not None or algorithm.over_columns is not None,
@@ -246,29 +256,27 @@ def _not_computed(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
     return tuple(name for name, needed in computed.items() if not needed)
 
 
-def _travelling(config: Config, algorithm: Algorithm, sizes: Mapping[str, Sizes | None]) -> Iterator[PlannedColumn]:
-    """Yield the columns that go through the queue: those of every row, those that the algorithm needs, and the index of
-    the teacher."""
-    present = {*algorithm.needs, *(["teacher_index"] if config.teachers else [])}
-    widths = [None if size is None else size.width for key, size in sizes.items() if key != "student"]
-    width = max((each for each in widths if each is not None), default=None) if None not in widths else None
+def _travelling(planner: Planner) -> Iterator[PlannedColumn]:
+    """Yield the columns that go through the queue: those of every row, and those that the algorithm needs."""
+    present = {*planner.algorithm.needs, *planner.carried()}
     for name, column in COLUMNS.items():
         if column.dtype is not None and (name in present or not column.optional):
-            wide = width if name == "teacher_hidden" else algorithm.top_k or None
-            dims = [wide if dim is None else dim for dim in column.trailing or ()]
             producer = "reference" if name == "reference_logp" else column.producer
-            yield _column(name, producer, column.span, column.dtype, dims, "queue")
+            yield _column(name, producer, column.span, column.dtype, planner.dims(name), "queue")
 
 
-def _added(algorithm: Algorithm) -> Iterator[PlannedColumn]:
+def _added(planner: Planner) -> Iterator[PlannedColumn]:
     """Yield the columns that the learner adds, in the order of a step. They are found by running the algorithm on two
     rows of three actions."""
+    algorithm = planner.algorithm
     batch = _made_up(algorithm.needs)
     actions = batch.columns["behaviour_logp"]
     for derived in algorithm.derives:
         batch = Signal(columns={derived: actions}).added_to(batch)
         producer = "critic" if derived == "values" else "student"
         yield _column(derived, producer, "action", torch.float32, [], "learner")
+    for reader in algorithm.reads:
+        yield _column(reader.name, "student", "action", torch.float32, planner.dims(reader.name), "learner")
     signals: list[Signal] = []
     if algorithm.over_rows is not None:
         signals.append(algorithm.over_rows(batch.rows, Episodes.of(batch)))
@@ -285,7 +293,7 @@ def _added(algorithm: Algorithm) -> Iterator[PlannedColumn]:
 
 
 def _column(
-    name: str, producer: str, span: str, dtype: torch.dtype, dims: Sequence[int | None], place: ColumnPlace
+    name: str, producer: str, span: Span, dtype: torch.dtype, dims: Sequence[int | None], place: ColumnPlace
 ) -> PlannedColumn:
     known = [dim for dim in dims if dim is not None]
     each = dtype.itemsize * prod(known) if len(known) == len(dims) else None
@@ -308,36 +316,6 @@ def _made_up(needs: Iterable[str]) -> Batch:
             columns[column.name] = Ragged(values, torch.arange(3) * lengths[column.span])
     keys = tuple(EpisodeKey("train", 0, sample).trajectory(0) for sample in (0, 1))
     return Batch(keys, columns, rows)
-
-
-def _all_sizes(config: Config) -> dict[str, Sizes | None]:
-    """Return the sizes of all models by their key in the recipe. Errors are reported together."""
-    models: dict[str, ModelSettings] = {"student": config.student}
-    models |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
-    sizes: dict[str, Sizes | None] = {}
-    mistakes: list[str] = []
-    for key, settings in models.items():
-        try:
-            sizes[key] = _sizes(config, key, settings)
-        except ModelError as error:
-            mistakes.append(f"{key}: {error}")
-    if mistakes:
-        many = f"{len(mistakes)} models cannot be used:\n  " if len(mistakes) > 1 else ""
-        raise UserError(many + "\n  ".join(mistakes))
-    return sizes
-
-
-def _sizes(config: Config, key: str, settings: ModelSettings) -> Sizes | None:
-    """Return the sizes of a model in the dtype that it has in this run, or None if it does not exist yet."""
-    lora = config.student.lora if key == "student" else None
-    member = "engine.pool" if key == "student" else f"{key}.pool"
-    on_gpu = config.runtime == "ray" and any(
-        config.pools[each.pool].device == "gpu" for each in pool_members(config) if each.key == member
-    )
-    if not on_gpu:
-        return model_sizes(settings, lora)
-    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
-    return model_sizes(settings.model_copy(update={"dtype": dtype}), lora, "cuda")
 
 
 def show(planned: Plan, console: Console | None = None) -> None:
@@ -375,20 +353,24 @@ def _column_table(planned: Plan) -> Table:
         table.add_column(name, no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("per", no_wrap=True)
-    unit = {"sequence": "token", "action": "action", "step": "step", "row": "row"}
     for column in planned.columns:
         each = "unknown" if column.bytes is None else f"{column.bytes:,}"
-        table.add_row(column.name, column.producer, column.dtype, column.place, each, unit[column.span])
+        table.add_row(column.name, column.producer, column.dtype, column.place, each, _per(planned, column))
     return table
 
 
+def _per(planned: Plan, column: PlannedColumn) -> str:
+    """What one value of a column belongs to; of a token, its own action is not part."""
+    return "token" if column.name == "tokens" else planned.spans[column.span].unit.partition(" (")[0]
+
+
 def _column_totals(planned: Plan) -> str:
-    action, row, step = planned.bytes_per_action, planned.bytes_per_row, planned.step_bytes
-    if action is None or row is None or step is None:
-        return "bytes per action: unknown until the models have been made"
-    longest = f"{planned.rows:,} rows × {planned.answer_tokens:,} actions"
-    each = f"{action:,} bytes per action (its token included)" + (f" and {row:,} per row" if row else "")
-    return f"{each}; {step / 1e6:,.3f} MB a step at the longest answers ({longest})"
+    step = planned.step_bytes
+    if step is None:
+        return "bytes of a step: unknown until the models have been made"
+    (first, most), *others = ((unit, size or 0) for unit, size in planned.bytes_per.items())
+    each = "".join(f", {size:,} per {unit}" for unit, size in others)
+    return f"{most:,} bytes per {first}{each}; {step / 1e6:,.3f} MB a step ({planned.longest})"
 
 
 def _memory_table(planned: Plan) -> Table:

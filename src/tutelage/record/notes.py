@@ -107,6 +107,16 @@ def flat_rewards(algorithm: Learning, samples: int, step: int, metrics: Mapping[
     )
 
 
+def unstored_scores(step: int, count: int, reason: str) -> str:
+    """What a run says when teacher scores cannot be stored."""
+    return (
+        f"step {step}: {count} teacher scores could not be stored in the cache ({reason}). The run goes on; what is "
+        "not stored is computed again when it is needed. Make the cache directory writable, or set TUTELAGE_CACHE to "
+        "one with room.\n"
+        "This is said once; the metric cache_failures counts them in each step."
+    )
+
+
 def reference_gap(metrics: Mapping[str, float]) -> str | None:
     """How well the learner's log-probs agree with the model's own; measured in a run's first step."""
     if "reference_gap" not in metrics:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from repository import ROOT
 from tutelage.config.diffusion import DiffusionConfig
+from tutelage.config.engines import ENGINES
 from tutelage.config.explain import _known, sections
 from tutelage.config.load import ConfigError, dump, leaves, load
 from tutelage.config.pools import pool_members
@@ -614,12 +616,33 @@ def test_a_retired_key_that_changed_nothing_still_loads_and_any_other_value_name
         (["learner.pool=gpus"], ("learner.pool is 'gpus'", "pools does not define it; it defines rewards")),
         (["pools.spare.replicas=2"], ("pools.spare is not used", "engine.pool", "teachers.main.pool")),
         (["pools.learner={device: gpu, devices: 4}"], ("pools.learner.devices is 4", "learner.pool", "replicas to 4")),
+        (
+            ["pools.main={device: gpu, devices: 2, replicas: 3}"],
+            ("pools.main.devices is 2", "the engine 'torch' of teachers.main.pool", "one GPU", "replicas to 6"),
+        ),
+        (["pools.student={device: gpu, devices: 2}"], ("pools.student.devices is 2", "engine.pool", "replicas to 2")),
+        (
+            ["pools.main={devices: 2, straddle: true}"],
+            ("pools.main.straddle is true", "teachers.main.pool", "one node", "straddle to false"),
+        ),
     ],
 )
 def test_arrangements_that_are_refused_name_their_keys(overrides: list[str], keys: tuple[str, ...]) -> None:
     mistake = only_mistake(write("a.yaml", ON_RAY), *overrides)
     assert all(key in mistake.message for key in keys), mistake.message
     assert load("a.yaml", ["runtime=inline", *overrides]), "embedded, nobody has a pool"
+
+
+def test_what_a_replica_may_do_with_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = [f"pools.{name}={{devices: 4}}" for name in ("main", "student", "learner", "rewards")]
+    assert load(write("a.yaml", ON_RAY), several), "CPUs are threads of the process"
+    gpus = "pools.main={device: gpu, devices: 2, straddle: true}"
+    with pytest.raises(ConfigError):
+        load("a.yaml", [gpus])
+    monkeypatch.setitem(ENGINES, "torch", replace(ENGINES["torch"], spans_devices=True))
+    assert load("a.yaml", [gpus]), "an engine that spans devices uses all of them"
+    with pytest.raises(ConfigError, match="a rank of the learner"):
+        load("a.yaml", ["pools.learner={device: gpu, devices: 2}"])
 
 
 def test_several_mistakes_of_an_arrangement_come_together() -> None:

@@ -54,11 +54,19 @@ def test_truncated_sampling_is_worth_a_note(tmp_path: Path) -> None:
     assert cut[0].startswith("rollout.top_p = 0.9 and rollout.top_k = 0 cut the tail off")
 
 
-def test_plans_are_drawn_for_text_only(tmp_path: Path) -> None:
-    config = tiny.config(tmp_path)
-    assert modality_of(config).plannable("recipe.yaml") is config
-    with pytest.raises(UserError, match=r"recipe\.yaml: plans are drawn for students that write"):
-        modality_of(tiny_paint.config(tmp_path)).plannable("recipe.yaml")
+class Names:
+    """Something that there is one of for each modality."""
+
+    def of_text(self, modality: TextModality) -> str:
+        return f"text: {type(modality.config).__name__}"
+
+    def of_media(self, modality: DiffusionModality) -> str:
+        return f"media: {type(modality.config).__name__}"
+
+
+def test_a_modality_chooses_what_is_for_it(tmp_path: Path) -> None:
+    assert modality_of(tiny.config(tmp_path)).choose(Names()) == "text: Config"
+    assert modality_of(tiny_paint.config(tmp_path)).choose(Names()) == "media: DiffusionConfig"
 
 
 def test_a_loop_that_writes_is_refused_where_the_student_paints() -> None:

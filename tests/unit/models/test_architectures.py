@@ -16,10 +16,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 import tiny
 from tutelage.config.schema import ModelSettings
 from tutelage.models import causal_lm, small_copy
-from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention
+from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention, pack_attention
 from tutelage.models.attention_range import reach_of, sights_of
 from tutelage.models.causal_lm import CausalLM, fill_cache
-from tutelage.models.loading import load_causal_lm
+from tutelage.models.layers import recompute
+from tutelage.models.loading import float32_weights, load_causal_lm
 from tutelage.models.packing import pack
 from tutelage.models.small_copy import check_copy, check_files
 from tutelage.models.sources import ModelError
@@ -35,14 +36,21 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", {}),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 2, "topk_method": "greedy", "n_group": 1}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "falcon of 7 billion": ("falcon", {}),
+    "falcon of 40 billion": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}),
+    "falcon with a key head for each head": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "gemma3": ("gemma3_text", {}),
     "gemma3n": ("gemma3n_text", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "granite_swa": ("granite_swa", {}),
     "jetmoe": ("jetmoe", {}),
     "llama with dynamic rotary factors": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
     ),
+    "mimo_v2_flash": ("mimo_v2_flash", {}),
     "mixtral with a window": ("mixtral", {"sliding_window": 4096}),
+    "nemotron": ("nemotron", {"num_key_value_heads": 8}),
     "olmo that clips": ("olmo", {"clip_qkv": 0.3}),
     "phi3 with longrope": ("phi3", {"rope_parameters": ROTARY, "max_position_embeddings": 131072}),
     "phimoe with a window": ("phimoe", {"sliding_window": 2047}),
@@ -52,6 +60,8 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
     "qwen2_moe with windows": ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 1}),
+    "stablelm": ("stablelm", {}),
+    "stablelm with norms of heads": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
 }
 
 
@@ -74,7 +84,7 @@ def pair(config: PretrainedConfig) -> tuple[PreTrainedModel, CausalLM]:
     """The same weights on their own, and on packs."""
     own = small_copy._build(copy.deepcopy(config))
     own.get_input_embeddings().padding_idx = None  # packs have no padding: that id is a token like any other
-    packed = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=NAME)
+    packed = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=pack_attention(type(own)))
     packed.load_state_dict(own.state_dict())
     return own, CausalLM(packed.eval())
 
@@ -127,6 +137,59 @@ def test_packs_decoding_and_gradients_are_the_models_own(name: str) -> None:
     assert check_copy(config) is None
 
 
+@torch.no_grad()
+def test_sinks_matter_in_gpt_oss() -> None:
+    model, row = small_copy._build(small("gpt_oss")), rows_of(21)[0]
+    before = own_logits(model, row)
+    for module in model.modules():
+        if hasattr(module, "sinks"):
+            module.sinks.fill_(-1e4)
+    assert float((own_logits(model, row) - before).abs().max()) > 1e-2 * float(before.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gpt_oss", "stablelm"])
+def test_layers_that_are_computed_again_follow_the_same_plan(kind: str) -> None:
+    _, lm = pair(small(kind))
+    packed = pack(rows_of(21), shortest_prefix=2)
+    found: list[dict[str, Tensor]] = []
+    for again in (False, True):
+        if again:
+            recompute(lm)
+        lm.model.zero_grad()
+        lm.forward_pack(packed).square().sum().backward()
+        found.append({n: p.grad.clone() for n, p in lm.model.named_parameters() if p.grad is not None})
+    assert tiny.same(found[0], found[1])
+
+
+@torch.no_grad()
+def test_a_redirected_model_without_a_plan_is_itself() -> None:
+    own, lm = pair(small("falcon"))
+    row = rows_of(21)[0]
+    torch.testing.assert_close(own_logits(lm.model, row), own_logits(own, row), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lm.head(lm.own_states(row)), own_logits(own, row), rtol=0, atol=0)
+
+
+def test_a_falcon_is_loaded_for_packs(tmp_path: Path) -> None:
+    model = small_copy._build(small("falcon"))
+    model.save_pretrained(tmp_path)
+    settings = ModelSettings(path=str(tmp_path), dtype="float32")
+    check_files(settings)
+    lm = CausalLM(load_causal_lm(settings, attention=NAME))
+    row = rows_of(21)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(lm.head(lm.forward_pack(pack([row]))), own_logits(model, row), rtol=0, atol=1e-4)
+
+
+def test_the_float32_weights_of_an_architecture_without_sdpa_are_read(tmp_path: Path) -> None:
+    model = small_copy._build(small("gpt_oss"))
+    model.save_pretrained(tmp_path)
+    settings = ModelSettings(path=str(tmp_path), dtype="bfloat16")
+    narrow = load_causal_lm(settings, attention=NAME)
+    weights, expected = float32_weights(settings, narrow), dict(model.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in expected.items())
+
+
 @pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe", "mixtral", "gemma3_text"])
 @torch.no_grad()
 def test_windows_matter_in_these_models(kind: str) -> None:
@@ -166,7 +229,9 @@ def test_a_window_that_packs_ignored_is_found_on_the_small_copy(monkeypatch: pyt
     ("kind", "settings", "said"),
     [
         ("diffllama", {}, "DiffLlamaForCausalLM computes something else when it decodes token by token"),
-        ("gpt_oss", {}, "GptOssAttention uses attention sinks, which packs do not compute"),
+        ("electra", {"is_decoder": True}, "ElectraForCausalLM cannot be computed on packs: RuntimeError"),
+        ("falcon", {"alibi": True}, "FalconAttention adds a bias to the scores of each head"),
+        ("gptj", {}, r"GPTJForCausalLM \(model_type 'gptj'\) computes attention by itself"),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}, "Lfm2ForCausalLM computes"),
         ("deepseek_v32", {}, "DeepseekV32ForCausalLM cannot be computed on packs"),
     ],
@@ -181,7 +246,6 @@ def test_what_packs_do_not_compute_is_refused(kind: str, settings: dict[str, Any
     [
         ("gpt_neo", "GPTNeo"),
         ("gptj", "GPTJ"),
-        ("falcon", "Falcon"),
         ("mpt", "Mpt"),
         ("bloom", "Bloom"),
         ("rwkv", "Rwkv"),

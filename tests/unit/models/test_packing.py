@@ -76,6 +76,7 @@ def test_a_packed_forward_equals_the_models_own(name: str, shortest: int) -> Non
         ("gemma2", {"final_logit_softcapping": 1000.0}),
         ("gemma3", {"sliding_window": 1000}),
         ("mistral", {"sliding_window": 1000}),
+        ("gpt_oss", {"sliding_window": 1000}),
     ],
 )
 @torch.no_grad()
@@ -105,7 +106,7 @@ def forests(draw: st.DrawFn) -> list[list[int]]:
     return sequences
 
 
-@given(forests(), st.integers(1, 6), st.sampled_from(["llama", "gemma2", "mistral", "gpt2"]))
+@given(forests(), st.integers(1, 6), st.sampled_from(["llama", "gemma2", "mistral", "gpt2", "gpt_oss", "falcon"]))
 def test_random_forests(forest: list[list[int]], shortest: int, name: str) -> None:
     sequences = [torch.tensor(s) for s in forest]
     packed = pack(sequences, shortest_prefix=shortest)
@@ -115,7 +116,7 @@ def test_random_forests(forest: list[list[int]], shortest: int, name: str) -> No
 
 @given(forests(), st.data())
 def test_random_forests_after_cached_prefixes(forest: list[list[int]], data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["llama", "gemma2", "gpt2"]))
+    name = data.draw(st.sampled_from(["llama", "gemma2", "gpt2", "gpt_oss", "falcon"]))
     sequences = [torch.tensor(s) for s in forest]
     known: dict[tuple[int, ...], PrefixEntry] = {}
     cached: list[PrefixEntry | None] = []
@@ -185,7 +186,9 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3", "gemma2", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "qwen3", "gemma2", "mistral", "gpt2", "gpt_oss", "falcon", "stablelm", "nemotron"]
+)
 def test_gradients_through_shared_prefixes_are_the_sum_of_separate_ones(name: str) -> None:
     sequences = family()
     lm, own = packed_model(name), reference(name)
@@ -326,15 +329,10 @@ def test_a_model_with_logits_that_the_head_does_not_know_is_refused() -> None:
         CausalLM(model)
 
 
-def test_a_model_that_does_not_hand_the_plan_on_is_refused() -> None:
-    model: Any = tiny.model()
-
-    def drop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {name: value for name, value in kwargs.items() if name != "plan"}
-
-    model.base_model.layers[0].self_attn.register_forward_pre_hook(drop, with_kwargs=True)
-    with pytest.raises(UnsupportedAttention, match="LlamaAttention does not hand keyword arguments on"):
-        CausalLM(model)
+def test_attention_without_a_plan_is_refused() -> None:
+    model = tiny.model()
+    with pytest.raises(UnsupportedAttention, match="LlamaAttention has no plan: call the model through `CausalLM`"):
+        model(input_ids=torch.ones(1, 3, dtype=torch.int64))
 
 
 def test_a_model_loaded_with_another_attention_is_refused() -> None:

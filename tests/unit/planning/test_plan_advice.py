@@ -120,7 +120,7 @@ def test_a_model_that_two_teachers_name_is_loaded_and_counted_once(
 
 def test_sharing_a_model_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = train(two_teachers(tmp_path, {"temperature": 0.5}, name="shared"))
-    monkeypatch.setattr(text_models, "model_owners", lambda config: {name: name for name in config.teachers})
+    monkeypatch.setattr(text_models, "model_owners", lambda teachers: {name: name for name in teachers})
     apart = train(two_teachers(tmp_path, {"temperature": 0.5}, name="apart"))
     assert tiny.same(tiny.weights(shared), tiny.weights(apart))
     assert tiny.lines(shared / "validation.jsonl") == tiny.lines(apart / "validation.jsonl")

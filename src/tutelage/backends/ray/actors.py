@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,9 @@ from torch import Tensor
 from tutelage.backends import process
 from tutelage.backends.contract import LearnResult
 from tutelage.backends.given import GivenCode
-from tutelage.backends.inline import learner_state, restore_learner, take_seconds
-from tutelage.backends.ray.cluster import actor_id, node_address
+from tutelage.backends.inline import learner_state, restore_learner, take_seconds, teacher_counts
+from tutelage.backends.placement import ProcessPlace
+from tutelage.backends.ray.cluster import actor_id, gpu_ids, node_address
 from tutelage.backends.ray.coordinator import (
     Coordinator,
     ProcessStart,
@@ -57,6 +58,7 @@ from tutelage.rollout.worker import EpisodeFailure
 from tutelage.routing.load_balancer import LoadBalancer
 from tutelage.routing.router import Router
 from tutelage.routing.shared import REFERENCE, STUDENT, LoadBalancerClient, teacher_balancer
+from tutelage.teachers.cache import CacheCounts, CachedScorer
 from tutelage.teachers.pool import TeacherPool
 
 COALESCED = 0.005
@@ -110,8 +112,17 @@ def device_of(name: str, pool: PoolSettings) -> str:
 class Actor:
     """The base of all actors."""
 
+    settings: ProcessConfig
+
     async def pid(self) -> int:
         return os.getpid()
+
+    async def place(self) -> ProcessPlace:
+        """Return where this process is and what it computes on."""
+        pool = self.settings.config.pools[self.settings.pool]
+        if pool.device == "gpu":
+            return ProcessPlace(node_address(), "gpu", gpu_ids())
+        return ProcessPlace(node_address(), "cpu", (), pool.devices)
 
 
 class EngineActor(Actor):
@@ -119,10 +130,13 @@ class EngineActor(Actor):
 
     def __init__(self, settings: ProcessConfig, role: Role, teacher: str, name: str) -> None:
         settings.enter()
-        coordinator = find_coordinator()
+        self.settings, coordinator = settings, find_coordinator()
         config, vocabulary, device = settings.config, settings.vocabulary, settings.device
         self.name = name
-        self.engine = modality_of(config).engine(role, teacher, vocabulary, device)
+        modality = modality_of(config)
+        self.engine = modality.engine(role, teacher, vocabulary, device)
+        cached = role == "teacher"
+        self.scorer = modality.teacher_scorer(teacher, self.engine, vocabulary, device) if cached else self.engine
         self._coordinator = coordinator if role == "student" else None
         """has the newest weights, in case this student was restarted after their publication"""
         self._running_engine = self.engine.running()
@@ -147,7 +161,7 @@ class EngineActor(Actor):
         await self._running()
         start = time.time()
         with _dying_with(self.engine):
-            scores = await self.engine.score(request)
+            scores = await self.scorer.score(request)
         self._note("score", "/".join(map(str, request.key)), start)
         return scores
 
@@ -169,7 +183,11 @@ class EngineActor(Actor):
         return take_seconds([self.engine])
 
     async def counts(self) -> dict[str, Any]:
-        return asdict(self.engine.counts)
+        return teacher_counts(self.engine, self.scorer)
+
+    async def cache(self) -> CacheCounts:
+        """Return what the score cache did since the last call."""
+        return self.scorer.recent() if isinstance(self.scorer, CachedScorer) else CacheCounts()
 
     async def intervals(self) -> list[Interval]:
         """Return the times of the requests since the last call."""
@@ -275,7 +293,7 @@ class RolloutActor(Actor):
 
     def __init__(self, settings: ProcessConfig, name: str) -> None:
         settings.enter()
-        config, coordinator = settings.config, find_coordinator()
+        self.settings, config, coordinator = settings, settings.config, find_coordinator()
         queue, engines = fetch_handles(coordinator)
         balancers = connect_load_balancers(coordinator, name)
         modality = modality_of(config)

@@ -13,12 +13,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tutelage.backends.contract import LearnResult, report_gaps
 from tutelage.backends.given import GivenCode
+from tutelage.backends.placement import ProcessPlace, placement_lines
 from tutelage.backends.ray.actors import (
     Actor,
     EngineActor,
@@ -56,6 +57,7 @@ from tutelage.queue.transfer_queue import TransferSampleQueue
 from tutelage.queue.transfer_queue import start as start_queue
 from tutelage.record.timeline import Interval
 from tutelage.routing.shared import REFERENCE, STUDENT, teacher_balancer
+from tutelage.teachers.cache import CacheCounts
 from tutelage.teachers.pool import TeacherPool
 
 A = TypeVar("A")
@@ -82,12 +84,15 @@ class RayBackend:
     queue: TransferSampleQueue
     rollout: RayRollout
     report: Report
+    places: dict[str, ProcessPlace] = field(default_factory=dict)
+    """where each process was when the run started, by its name"""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         processes: list[ActorHandle[Any]] = [ActorHandle(name, actor) for name, actor in self.queue.actors.items()]
         try:
             await self._ready()
+            await self._report_places()
             found = await self._each(self.workers, RolloutActor.gaps)
             report_gaps([gap for gaps in found for gap in gaps], self.report)
             async with needing(processes, self.config.ray.request_deadline, self.queue.release, NO_QUEUE):
@@ -106,6 +111,20 @@ class RayBackend:
             await all_within(ready, deadline, "starting")
         except ReplicaGone as error:
             raise UserError(f"the run cannot start: {error}") from error
+
+    async def _report_places(self) -> None:
+        """Say on which node and devices the processes of each member are."""
+        members: dict[str, Sequence[ActorHandle[Any]]] = {"student": self.engines.student}
+        members |= {f"teacher {name}": replicas for name, replicas in self.engines.teachers.items()}
+        members |= {"reference": self.engines.reference, "learner": self.ranks, "agent loops": self.workers}
+        found: dict[str, list[ProcessPlace]] = {}
+        for member, actors in members.items():
+            for actor in actors:
+                if (place := await self._if_there(actor, Actor.place)) is not None:
+                    self.places[actor.name] = place
+                    found.setdefault(member, []).append(place)
+        for line in placement_lines(found):
+            self.report(line)
 
     def close(self) -> None:
         try:
@@ -168,6 +187,11 @@ class RayBackend:
         found = await self._each(self.engines.all(), EngineActor.seconds)
         return sum(generate for generate, _ in found), sum(score for _, score in found)
 
+    async def caches(self) -> CacheCounts:
+        caching = [self.engines.teachers[name] for name, teacher in self.config.teachers.items() if teacher.cache]
+        found = await self._each([replica for replicas in caching for replica in replicas], EngineActor.cache)
+        return sum(found, CacheCounts())
+
     async def timeline(self) -> list[Interval]:
         found = await self._each(self.engines.all(), EngineActor.intervals)
         return sorted((interval for kept in found for interval in kept), key=lambda i: (i.start, i.end))
@@ -187,6 +211,7 @@ class RayBackend:
             "retries": dict(sum((Counter(c["retries"]) for c in workers), Counter())),
             "restarts": {name: len(found) - 1 for name, found in processes.items() if len(found) > 1},
             "processes": processes,
+            "placement": {name: asdict(place) for name, place in self.places.items()},
             "reissued_prompts": self.rollout.reissued,
         }
 

@@ -40,16 +40,16 @@ from tutelage.engines.vllm.wire import (
     Done,
     Grown,
     HostSettings,
-    Judge,
-    Judged,
     Load,
     Order,
-    Place,
     Ready,
-    Refused,
+    Refusal,
+    ScoreAnswer,
+    ScoreOrder,
     Sleep,
     Spent,
     Stop,
+    TensorPlace,
     Write,
     Written,
     packed,
@@ -147,7 +147,7 @@ class VllmEngine(Engine):
         ids = request.ids.tolist() if request.want.given and request.ids is not None else None
         taken, tokens = request.tokens[actions].tolist(), request.tokens[: states[-1] + 1].tolist()
         number = next(self._numbers)
-        order = Judge(number, tuple(request.key), tokens, states, taken, request.want, ids)
+        order = ScoreOrder(number, tuple(request.key), tokens, states, taken, request.want, ids)
         scores: Scores = await self._ask(order)
         return scores
 
@@ -289,7 +289,7 @@ class VllmEngine(Engine):
         return "\n  ".join([how, *lines])
 
     def _send(self, message: HostSettings | Order) -> None:
-        if self._asleep and isinstance(message, Write | Judge):
+        if self._asleep and isinstance(message, Write | ScoreOrder):
             raise EngineError("vLLM sleeps: it takes requests again when new weights are loaded")
         if self._gone is not None:
             raise ReplicaGone(f"vLLM does not run: {self._gone}")
@@ -301,7 +301,7 @@ class VllmEngine(Engine):
         if self._gone is None:
             self._send(message)
 
-    async def _ask(self, order: Judge | Load | Sleep) -> Any:
+    async def _ask(self, order: ScoreOrder | Load | Sleep) -> Any:
         """Send an order and wait until it has been carried out."""
         future = self._asked[order.number] = asyncio.get_running_loop().create_future()
         try:
@@ -328,11 +328,11 @@ class VllmEngine(Engine):
         elif isinstance(message, Written):
             if (writing := self._writing.get(message.number)) is not None:
                 resolve(writing.future, _generation(writing.request, message, writing.ends))
-        elif isinstance(message, Judged):
+        elif isinstance(message, ScoreAnswer):
             self._answer(message.number, message.scores)
         elif isinstance(message, Done):
             self._answer(message.number, None)
-        elif isinstance(message, Refused):
+        elif isinstance(message, Refusal):
             self._refuse(message.number, EngineError(f"vLLM refuses the request: {message.reason}"))
         elif isinstance(message, Spent):
             self.counts.generate_seconds += message.generate_seconds
@@ -435,13 +435,13 @@ def _shared_memory() -> Iterator[int]:
 
 
 @torch.no_grad()
-def _lay_out(memory: int, source: Iterable[tuple[str, Tensor]]) -> list[Place]:
+def _lay_out(memory: int, source: Iterable[tuple[str, Tensor]]) -> list[TensorPlace]:
     """Write tensors into shared memory, and return where each lies."""
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     offset = 0
     for name, tensor in source:
         here = tensor.detach().to("cpu").contiguous()
-        places.append(Place(name, str(here.dtype).removeprefix("torch."), tuple(here.shape), offset))
+        places.append(TensorPlace(name, str(here.dtype).removeprefix("torch."), tuple(here.shape), offset))
         content = memoryview(here.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while content:
             written = os.pwrite(memory, content, offset)

@@ -32,6 +32,8 @@ class PipelineModel(ABC):
     """Implements LoRA, the reference, saving and schedules. Subclasses implement encoding, prediction and decoding."""
 
     lora_targets: ClassVar[tuple[str, ...]]
+    takes_negative: ClassVar[bool] = True
+    """Whether guidance needs the encoding of a negative prompt."""
 
     def __init__(self, pipe: Any) -> None:
         """`pipe` is a diffusers pipeline. It is Any because its parts are attributes created at run time."""
@@ -53,6 +55,10 @@ class PipelineModel(ABC):
 
     @abstractmethod
     def latent_shape(self, size: Size) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the conditioning of the longest prompt, without that of a negative prompt."""
 
     @abstractmethod
     def sigmas(self, steps: int, size: Size) -> Tensor: ...

@@ -12,6 +12,9 @@ from tutelage.models.flow.base import decode_image, per_prompt, token_limit
 from tutelage.models.flow.contract import Conditioning, ConditioningBatch
 from tutelage.models.flow.packed import PackedModel
 
+_LONGEST = 512
+"""Tokens of a prompt that the pipeline encodes."""
+
 
 class Flux(PackedModel):
     lora_targets: ClassVar[tuple[str, ...]] = (
@@ -28,15 +31,20 @@ class Flux(PackedModel):
         "ff_context.net.0.proj",
         "ff_context.net.2",
     )
+    takes_negative: ClassVar[bool] = False
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative: Sequence[str] | None) -> list[Conditioning]:
         if negative is not None:
             raise ValueError("FLUX takes no negative prompt: its guidance is an input of the model")
         text, pooled, _ = self.pipe.encode_prompt(
-            prompt=list(prompts), max_sequence_length=token_limit(self.pipe.tokenizer_2, 512)
+            prompt=list(prompts), max_sequence_length=token_limit(self.pipe.tokenizer_2, _LONGEST)
         )
         return per_prompt(text=text, pooled=pooled)
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        config, tokens = self.transformer.config, token_limit(self.pipe.tokenizer_2, _LONGEST)
+        return {"text": (tokens, config.joint_attention_dim), "pooled": (config.pooled_projection_dim,)}
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         """Pass `guidance` to the model. A model without that input (schnell) accepts only 1."""

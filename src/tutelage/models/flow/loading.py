@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
@@ -27,6 +29,8 @@ _ADAPTERS: dict[str, tuple[Any, type[PipelineModel]]] = {
     "FluxPipeline": (FluxPipeline, Flux),
     "WanPipeline": (WanPipeline, Wan),
 }
+_LIBRARIES: dict[str, Any] = {"diffusers": diffusers, "transformers": transformers}
+"""Libraries that the parts of a pipeline come from."""
 
 
 def load_flow_model(
@@ -42,6 +46,41 @@ def load_flow_model(
         except (OSError, ValueError, TypeError) as error:
             raise ModelError(f"{directory} does not load as a {pipeline.__name__}: {error}") from error
     return adapter(pipe.to(device))
+
+
+def described_flow_model(directory: Path, dtype: torch.dtype) -> PipelineModel:
+    """Build a pipeline on the meta device from the config files of its parts, with the adapter for its class. Prompts
+    have the token limits of the tokenizers, or those of the pipeline where a tokenizer has no files."""
+    pipeline, adapter = _ADAPTERS[_pipeline_class(directory)]
+    index = json.loads((directory / "model_index.json").read_text())
+    parts = {name: kind for name, kind in index.items() if isinstance(kind, list)}
+    try:
+        built = {name: _described(directory / name, library, kind, dtype) for name, (library, kind) in parts.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{directory} does not describe a {pipeline.__name__}: {error}") from error
+    given = {name: value for name, value in index.items() if name not in parts and not name.startswith("_")}
+    return adapter(pipeline(**built, **given))
+
+
+def _described(directory: Path, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
+    """Build one part of a pipeline: models without values, a tokenizer only if its files are there."""
+    if kind is None:
+        return None
+    made = getattr(_LIBRARIES[str(library)], kind)
+    if directory.name.startswith("tokenizer"):
+        there = (directory / "tokenizer_config.json").is_file()
+        return made.from_pretrained(str(directory), local_files_only=True) if there else None
+    if directory.name == "scheduler":
+        return made.from_pretrained(str(directory), local_files_only=True)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        if library == "transformers":
+            return made._from_config(made.config_class.from_pretrained(str(directory)), dtype=dtype)
+        model = made.from_config(made.load_config(str(directory), local_files_only=True))
+    wide = model._keep_in_fp32_modules or []
+    for name, parameter in model.named_parameters():
+        if not any(part in name.split(".") for part in wide):
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def float32_transformer(directory: Path, model: PipelineModel) -> dict[str, Tensor]:

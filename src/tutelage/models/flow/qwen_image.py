@@ -57,6 +57,9 @@ class QwenImage(PackedModel):
             return [row.clone() for row in text]
         return [row[:length].clone() for row, length in zip(text, mask.sum(dim=1).tolist(), strict=True)]
 
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"text": (_LONGEST, self.transformer.config.joint_attention_dim)}
+
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: ConditioningBatch, guidance: float) -> Tensor:
         packed, timestep = self._pack(self._fit(latents)), self.timesteps(sigma) / 1000
         height, width = latents.shape[-2:]

@@ -23,6 +23,9 @@ from tutelage.models.flow.contract import Conditioning, ConditioningBatch, Size
 
 _calculate_shift: Any = pipeline_stable_diffusion_3.calculate_shift
 
+_LONGEST = 256
+"""Tokens of a prompt that the pipeline encodes."""
+
 
 class StableDiffusion3(PipelineModel):
     lora_targets: ClassVar[tuple[str, ...]] = (
@@ -44,9 +47,14 @@ class StableDiffusion3(PipelineModel):
             prompt_3=None,
             negative_prompt=None if negative is None else list(negative),
             do_classifier_free_guidance=negative is not None,
-            max_sequence_length=token_limit(self.pipe.tokenizer_3, 256),
+            max_sequence_length=token_limit(self.pipe.tokenizer_3, _LONGEST),
         )
         return per_prompt(text=text, pooled=pooled, negative_text=negative_text, negative_pooled=negative_pooled)
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        config = self.transformer.config
+        tokens = self.pipe.tokenizer_max_length + token_limit(self.pipe.tokenizer_3, _LONGEST)
+        return {"text": (tokens, config.joint_attention_dim), "pooled": (config.pooled_projection_dim,)}
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         refuse_frames(size)

@@ -21,6 +21,9 @@ from tutelage.models.flow.base import (
 from tutelage.models.flow.contract import Conditioning, ConditioningBatch, Size
 from tutelage.models.sources import ModelError
 
+_LONGEST = 512
+"""Tokens of a prompt that the pipeline encodes."""
+
 
 class Wan(PipelineModel):
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -39,9 +42,12 @@ class Wan(PipelineModel):
             prompt=list(prompts),
             negative_prompt=None if negative is None else list(negative),
             do_classifier_free_guidance=negative is not None,
-            max_sequence_length=token_limit(self.pipe.tokenizer, 512),
+            max_sequence_length=token_limit(self.pipe.tokenizer, _LONGEST),
         )
         return per_prompt(text=text, negative_text=negative_text)
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"text": (token_limit(self.pipe.tokenizer, _LONGEST), self.transformer.config.text_dim)}
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         time, pixels = self.pipe.vae_scale_factor_temporal, self.pipe.vae_scale_factor_spatial

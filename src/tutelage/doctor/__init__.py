@@ -1,0 +1,1 @@
+"""Preflight checks: do student, teachers, engines, data and machine fit together?"""

@@ -1,0 +1,108 @@
+"""Checks of the machine: memory, disk, threads and dtype."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tutelage.algorithms.contract import Algorithm
+from tutelage.config.schema import Config, RunConfig
+from tutelage.doctor.result import CheckResult
+from tutelage.errors import UserError
+from tutelage.models.device import choose_device
+from tutelage.models.dtype import choose_dtype
+from tutelage.models.sizes import Sizes, model_sizes
+from tutelage.planning.memory import how_to_lower, optimizer_bytes, readable
+from tutelage.planning.plan import plan
+
+_row = partial(CheckResult, "machine")
+
+
+def disk(config: Config, algorithm: Algorithm) -> CheckResult:
+    """There must be room for the checkpoints that are kept, the best one, and the one that is being written."""
+    result = partial(_row, "disk")
+    sizes = model_sizes(config.student, config.student.lora)
+    if sizes is None:
+        return result(status="undecided", found=f"the size of {config.student.path} is not known before it is made")
+    one, count = checkpoint_bytes(config, algorithm, sizes), config.checkpoint.keep + 2
+    place, free = free_disk(Path(config.out))
+    found = f"{readable(free)} free at {place}; a checkpoint takes {readable(one)}, at most {count} at once"
+    todo = "free some space, set out to another disk, or lower checkpoint.keep"
+    if free < one:
+        return result(status="fail", found=f"{found}: not one fits", todo=todo)
+    return result(status="warn" if free < count * one else "ok", found=found, todo=todo if free < count * one else "")
+
+
+def checkpoint_bytes(config: Config, algorithm: Algorithm, sizes: Sizes) -> int:
+    """Bytes of one checkpoint: float32 weights of what learns, and the states of its optimizer."""
+    size = sizes.learns.float32.bytes + optimizer_bytes(config.optimizer, sizes.learns)
+    if algorithm.critic_losses:
+        critic = sizes.critic_learns
+        size += critic.float32.bytes + optimizer_bytes(config.optimizer, critic)
+    return size
+
+
+def free_disk(out: Path) -> tuple[Path, int]:
+    """The nearest directory that exists, and the bytes that are free there."""
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    return place, shutil.disk_usage(place).free
+
+
+def memory(config: Config) -> CheckResult:
+    """The estimate of `tutelage plan` against what is there."""
+    result = partial(_row, "memory")
+    planned = plan(config)
+    if planned.cluster is not None:
+        refusal = planned.cluster.refusal
+        if refusal is not None:
+            return result(status="fail", found=refusal, todo="lower replicas or devices under pools")
+        return result(status="skipped", found="runtime ray: `tutelage plan` prints what each device needs")
+    device = choose_device(config.device)
+    available = planned.available if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if available is None:
+        return result(
+            status="undecided", found=f"needs {readable(planned.total)}; the machine does not tell what is free"
+        )
+    least = "" if planned.complete else "at least "
+    found = f"needs {least}{readable(planned.total)} ({device}), {readable(available)} is available"
+    if planned.total <= available:
+        return result(status="ok", found=found)
+    largest = max(planned.memory, key=lambda item: item.bytes or 0)
+    found += f"; the largest part is {largest.name} ({readable(largest.bytes or 0)})"
+    grows = sum(item.bytes or 0 for item in planned.memory if item.name == "key-value cache")
+    status = "warn" if planned.total - grows <= available else "fail"  # the cache is counted at its largest
+    return result(status=status, found=found, todo=how_to_lower(largest))
+
+
+def threads(config: RunConfig) -> CheckResult:
+    """More compute threads than cores only slow a run down."""
+    result = partial(_row, "threads")
+    cores = len(os.sched_getaffinity(0))
+    used = config.threads or os.cpu_count() or 1
+    said = f"{used} compute threads, {cores} cores for this process"
+    if used > cores:
+        return result(status="warn", found=said, todo=f"set threads={cores}")
+    return result(status="ok", found=said)
+
+
+def dtype(config: RunConfig) -> CheckResult:
+    """What each model computes in, and why."""
+    result = partial(_row, "dtype")
+    if config.runtime == "ray":
+        return result(status="skipped", found="runtime ray: each replica chooses for its own device")
+    models = {"student": config.student, **{f"teachers.{name}": teacher for name, teacher in config.teachers.items()}}
+    try:
+        device = choose_device(config.device)
+        chosen = {key: choose_dtype(settings.dtype, device) for key, settings in models.items()}
+    except UserError as error:
+        return result(status="fail", found=str(error), todo="set device=auto or dtype=float32")
+    reasons = {key: reason for key, (_, reason) in chosen.items()}
+    same = len(set(reasons.values())) == 1
+    found = f"all models: {reasons['student']}" if same else "; ".join(f"{k}: {r}" for k, r in reasons.items())
+    return result(status="ok", found=f"{device}, {found}")

@@ -1,0 +1,52 @@
+"""What a training run checks itself before its first step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import faulty
+import tiny
+from tutelage import loop
+from tutelage.assemble import assemble
+from tutelage.doctor.machine import checkpoint_bytes
+from tutelage.doctor.preflight import preflight
+from tutelage.errors import UserError
+from tutelage.models.sizes import model_sizes
+
+
+def test_a_sound_recipe_gets_no_notes(tmp_path: Path) -> None:
+    assert preflight(assemble(tiny.config(tmp_path))) == []
+
+
+def test_a_run_says_that_answers_cannot_end_and_that_temperatures_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.settings(tmp_path)
+    faulty.drop_eos(tmp_path / "student")
+    loop.train(tiny.config(tmp_path, steps=1, rollout={"max_tokens": 6, "temperature": 0.5}, data={"validation": None}))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("names no end-of-turn id (EOS)") == 1
+    assert said.count("temperature (teachers.main): the student is trained at 0.5") == 1
+
+
+def test_a_run_whose_checkpoints_do_not_fit_the_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"out: 1.00 kB free at .*: not one fits. To go on, free some space"):
+        loop.train(config)
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, steps=1, data={"validation": None})
+    run = loop.train(config)
+    sizes = model_sizes(config.student)
+    assert sizes is not None
+    written = sum(file.stat().st_size for file in (run / "checkpoints").glob("step-*/**/*.safetensors"))
+    assert written == pytest.approx(checkpoint_bytes(config, assemble(config).algorithm, sizes), rel=0.1)
