@@ -32,6 +32,7 @@ from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.modality.text_learner import build_learner
 from tutelage.modality.text_models import (
     cached_scorer,
+    check_ranks_and_engines,
     check_top_k,
     reaches,
     reference_engine,
@@ -99,6 +100,8 @@ class TextModality(Modality):
     def check_engines(self) -> None:
         super().check_engines()
         config = self.config
+        if config.runtime == "ray":
+            check_ranks_and_engines(config)
         if config.data.validation is None or self.evaluation_payload == "full":
             return
         for name in config.teachers:
