@@ -58,6 +58,8 @@ bench: $(READY)
 	$(BIN)/python -m bench.flow_step
 	$(BIN)/python -m bench.score_cache
 	$(BIN)/python -m bench.http_client
+	@if [ -e $(VLLM_READY) ]; then $(VLLM)/python -m bench.vllm_score; \
+	else echo "bench.vllm_score: skipped, because there is no .venv-vllm (make vllm)"; fi
 
 # Faults in the code that decides what is learned; the tests must notice them. Wants an idle machine.
 mutants: $(READY)

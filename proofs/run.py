@@ -31,6 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from table import fingerprint, write_page  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
+WITH_VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+"""The interpreter of the environment that has vLLM."""
+NEEDS = {"quickstart_vllm": WITH_VLLM}
+"""Proofs that need another environment, with its interpreter."""
 LONGEST_TRAINING = 180.0
 """Maximum training time of a run in seconds, on two idle cores."""
 SEEDS = (0, 1, 2)
@@ -82,11 +86,11 @@ class Proof:
     controls: list[Outcome]
 
 
-def run(recipe: str, out: Path, *overrides: str, seed: int = 0) -> Outcome:
-    """Train a recipe in a subprocess that displays its progress in this terminal."""
+def run(recipe: str, out: Path, *overrides: str, seed: int = 0, python: str = sys.executable) -> Outcome:
+    """Train a recipe in a subprocess that displays its progress in this terminal, with that interpreter."""
     words = ["train", f"recipes/{recipe}.yaml", *overrides, *([f"seed={seed}"] if seed else [])]
     name = f"{recipe}-{len(list(out.iterdir()))}"
-    subprocess.run([sys.executable, "-m", "tutelage", *words, f"out={out}", f"name={name}"], cwd=ROOT, check=True)
+    subprocess.run([python, "-m", "tutelage", *words, f"out={out}", f"name={name}"], cwd=ROOT, check=True)
     steps, evaluations = (
         [json.loads(line) for line in (out / name / f"{kind}.jsonl").read_text().splitlines()]
         for kind in ("metrics", "validation")
@@ -178,6 +182,21 @@ def _variant(recipe: str) -> Callable[[Path], Proof]:
         return Proof(claims, [learned], [control])
 
     return proof
+
+
+def quickstart_vllm(out: Path) -> Proof:
+    """Student and teacher on vLLM recover the student of the quickstart, and do not change one equal to the teacher."""
+    python = str(WITH_VLLM)
+    learned = run("quickstart_vllm", out, python=python)
+    same = ("student.drop_layers=[]", "steps=4", "validation.prompts=16")
+    control = run("quickstart_vllm", out, *same, python=python)
+    gap = max(step["sampler_gap_max"] for step in learned.steps)
+    claims = [
+        at_least("kl falls by at least 45%", learned.fall("kl"), 0.45),
+        at_most("log-probs of vLLM and of the learner differ by at most 1e-3 on every token", gap, 1e-3),
+        at_most("control (teacher = student): kl after at most 1e-3", control.after("kl"), 1e-3),
+    ]
+    return Proof(claims, [learned], [control])
 
 
 def grpo_smollm2(out: Path) -> Proof:
@@ -273,6 +292,7 @@ PROOFS: dict[str, Callable[[Path], Proof]] = {
     "quickstart_top_k": _variant("quickstart_top_k"),
     "quickstart_k3": _variant("quickstart_k3"),
     "quickstart_k1_reward": _variant("quickstart_k1_reward"),
+    "quickstart_vllm": quickstart_vllm,
     "grpo_smollm2": grpo_smollm2,
     "flow_grpo_digits": flow_grpo_digits,
     "nft_digits": nft_digits,
@@ -282,7 +302,10 @@ PROOFS: dict[str, Callable[[Path], Proof]] = {
 
 
 def prove(name: str) -> bool:
-    """Run one proof, print it and record it."""
+    """Run one proof, print it and record it. One whose environment is missing is skipped."""
+    if name in NEEDS and not NEEDS[name].exists():
+        print(f"{name}: skipped, because {NEEDS[name].relative_to(ROOT)} is not there; `make vllm` makes it")
+        return True
     commit, dirty = _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--untracked-files=no"))
     with tempfile.TemporaryDirectory(prefix="tutelage-proof-") as directory:
         proof = PROOFS[name](Path(directory))

@@ -47,6 +47,8 @@ DIFFUSION = (
 """Parts of them that a text run does not use."""
 CLUSTER = ("queue/ledger_service.py", "queue/transfer")
 """Parts of them that an inline run does not use."""
+VLLM = ("engines/vllm/",)
+"""Parts of them that a run without vLLM does not use."""
 
 
 def fingerprint(root: Path, recipes: list[str]) -> str:
@@ -83,6 +85,7 @@ def _code(root: Path, recipes: str) -> list[Path]:
     unused = (
         *(() if "modality: diffusion" in recipes else DIFFUSION),
         *(() if "runtime: ray" in recipes else CLUSTER),
+        *(() if "kind: vllm" in recipes else VLLM),
     )
     found = []
     for path in package.rglob("*.py"):

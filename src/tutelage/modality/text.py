@@ -33,6 +33,7 @@ from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.modality.text_learner import build_learner
 from tutelage.modality.text_models import (
     cached_scorer,
+    check_ranks_and_engines,
     check_top_k,
     reaches,
     reference_engine,
@@ -106,6 +107,8 @@ class TextModality(Modality):
     def check_engines(self) -> None:
         super().check_engines()
         config = self.config
+        if config.runtime == "ray":
+            check_ranks_and_engines(config)
         for name, settings in config.teachers.items():
             if settings.url:
                 self._served[name] = probe_teacher(name, settings, self.tokenizer, self.report)

@@ -158,6 +158,23 @@ def check_top_k(config: Config, vocabulary: int) -> None:
         )
 
 
+def check_ranks_and_engines(config: Config) -> None:
+    """Refuse what engines with a process of their own cannot do on a cluster."""
+    ranks = config.pools[config.learner.pool].replicas
+    if "whole" in ENGINES[config.engine.kind].weights and config.student.lora is not None and ranks > 1:
+        raise UserError(
+            f"student.lora: engine.kind {config.engine.kind} takes merged weights, and {ranks} ranks of the learner "
+            f"cannot merge an adapter: set pools.{config.learner.pool}.replicas to 1, or keep engine.kind torch"
+        )
+    for member in pool_members(config):
+        pool = config.pools[member.pool]
+        if member.engine is not None and ENGINES[member.engine].package and pool.straddle and pool.devices > 1:
+            raise UserError(
+                f"pools.{member.pool}.straddle: {member.engine} splits a model over the devices of one node only: set "
+                "it to false"
+            )
+
+
 def _frozen(model: CausalLM) -> CausalLM:
     for parameter in model.model.parameters():
         parameter.requires_grad_(False)

@@ -30,6 +30,7 @@ class Item:
 
 _WAYS = {
     "student weights": "take a smaller student, or student.dtype=bfloat16",
+    "engine weights": "take a smaller student, or engine.kind=torch, which shares the learner's weights",
     "student average": "use student.lora, a smaller student, or optimizer.ema=0",
     "student ": "use student.lora, or a smaller student",
     "critic": "use student.lora, a smaller student, or an algorithm without a critic",

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from tutelage.algorithms.contract import Algorithm
+from tutelage.config.engines import ENGINES
 from tutelage.config.pools import Member
 from tutelage.config.schema import (
     Config,
@@ -152,7 +153,12 @@ class TextPlanner(Planner):
 def _learning(config: Config, algorithm: Algorithm, student: Sizes) -> Iterator[Item]:
     """Yield the memory of the student, its updates and its cache, in one process."""
     settings, adapter = config.optimizer, config.student.lora is not None
-    yield Item("student weights", student.adapted.bytes, f"{parameters(student.adapted)}, for engine and learner")
+    shared = "shared" in ENGINES[config.engine.kind].weights
+    users = "for engine and learner" if shared else "for the learner"
+    yield Item("student weights", student.adapted.bytes, f"{parameters(student.adapted)}, {users}")
+    if not shared:
+        how = f"{parameters(student.plain)}, a copy in the process of the engine {config.engine.kind}"
+        yield Item("engine weights", student.plain.bytes, how)
     yield from learning_items("student", settings, student.learns, masters=student.has_masters, adapter=adapter)
     if algorithm.critic_losses:
         kept = "weights, masters, gradients" if student.has_masters else "weights, gradients"

@@ -23,18 +23,6 @@ def generated(target: TorchEngine, *requests: GenerateRequest) -> list[list[int]
     return [answer.tokens.tolist() for answer in answers(target, requests)]
 
 
-def counting_model() -> CausalLM:
-    """After token t it writes t + 1, then t + 2, …: 40 ids, and everything else is nearly impossible."""
-    lm = tiny.causal_lm(vocab_size=40, hidden_size=40, num_attention_heads=4, eos_token_id=None, pad_token_id=None)
-    model: Any = lm.model
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.ones_like(parameter) if parameter.dim() == 1 else torch.zeros_like(parameter))
-        model.get_input_embeddings().weight.copy_(torch.eye(40))
-        model.get_output_embeddings().weight.copy_(5 * torch.eye(40).roll(1, dims=0))
-    return lm
-
-
 # ── what it writes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -73,12 +61,6 @@ def test_a_text_does_not_depend_on_what_shares_its_batch(name: str) -> None:
     assert generated(engine(name, slots=3), *requests[::-1]) == alone[::-1]
 
 
-def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
-    prompt = random_tokens(10, 1)
-    one, same, other = generated(engine(), *(request(prompt, seed=s, max_tokens=20) for s in (5, 5, 6)))
-    assert one == same != other
-
-
 def test_every_token_is_drawn_with_a_number_of_its_own() -> None:
     """A model to which all ids are equally likely: ids, and pairs of neighbours, come about equally often."""
     lm = tiny.causal_lm(vocab_size=4, eos_token_id=None)
@@ -105,14 +87,6 @@ def test_behaviour_log_probs_equal_a_plain_forward(name: str, temperature: float
         assert (answer.mass_cut > 0.1) == (asked.sampling.top_k > 0)
 
 
-def test_greedy_log_probs_are_those_at_temperature_one() -> None:
-    prompt = random_tokens(9, 1)
-    (answer,) = answers(engine(), [request(prompt, temperature=0.0, max_tokens=4)])
-    tokens = torch.cat([prompt, answer.tokens])
-    plain = plain_log_probs("llama", tokens)
-    torch.testing.assert_close(answer.logp, plain[9:].max(-1).values, atol=1e-4, rtol=0)
-
-
 def test_more_requests_than_slots_of_very_different_lengths() -> None:
     """Slots are reused, the cache grows while others are under way, and no text changes."""
     lengths = [3, 90, 1, 40, 7, 150, 2, 5, 66, 1]
@@ -127,25 +101,6 @@ def test_more_requests_than_slots_of_very_different_lengths() -> None:
     assert target.counts.prefill_tokens == sum(len(r.tokens) for r in requests)
 
 
-def test_an_engine_that_was_idle_serves_again() -> None:
-    target = engine()
-
-    async def work() -> tuple[Generation, Generation]:
-        first = await target.generate(request(random_tokens(4, 1), max_tokens=3))
-        for _ in range(50):
-            await asyncio.sleep(0)
-        return first, await target.generate(request(random_tokens(4, 1), max_tokens=3))
-
-    first, second = run(work, target)
-    assert first.tokens.tolist() == second.tokens.tolist()
-    assert set(first.seconds) == {"wait", "run"}
-
-
-def test_the_vocabulary_of_the_engine_bounds_what_it_draws() -> None:
-    (text,) = generated(engine(vocabulary=10), request(random_tokens(4, 1), max_tokens=60, temperature=3.0))
-    assert max(text) < 10
-
-
 def test_the_prompt_of_siblings_is_prefilled_once() -> None:
     prompt = random_tokens(30, 1)
     requests = [request(prompt, seed=i, max_tokens=4, order=(i,)) for i in range(6)]
@@ -155,132 +110,6 @@ def test_the_prompt_of_siblings_is_prefilled_once() -> None:
     assert together.counts.prefix_tokens_reused == 5 * 30
     # the last token of a prompt is always computed: once more for each of the two later pairs (as two strangers or one)
     assert 30 + 2 <= apart.counts.prefill_tokens <= 30 + 4
-
-
-# ── where it stops ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def counted(stream: bytes = bytes(range(65, 105)), **sampling: Any) -> Generation:
-    """Greedy continuation of token 1 by the counting model; token i reads as byte i of `stream`."""
-
-    def decode(ids: list[int]) -> str:
-        return bytes(stream[i] for i in ids).decode("utf-8", errors="replace")
-
-    target = TorchEngine(counting_model(), slots=2, decode=decode)
-    asked = request(torch.tensor([1]), **{"temperature": 0.0, "max_tokens": 30, **sampling})
-    return answers(target, [asked])[0]
-
-
-def test_max_tokens_end_a_text() -> None:
-    answer = counted(max_tokens=7)
-    assert answer.tokens.tolist() == [2, 3, 4, 5, 6, 7, 8]
-    assert answer.finish == "length"
-
-
-def test_a_stop_id_ends_a_text_and_is_kept() -> None:
-    answer = counted(stop_ids=(30, 6, 9))
-    assert answer.tokens.tolist() == [2, 3, 4, 5, 6]
-    assert answer.finish == "stop"
-    assert len(answer.logp) == len(answer.version) == 5
-
-
-def test_a_stop_id_as_the_last_allowed_token_is_a_stop() -> None:
-    assert counted(stop_ids=(6,), max_tokens=5).finish == "stop"
-
-
-@pytest.mark.parametrize("least", [4, 5])
-def test_before_min_tokens_a_stop_id_cannot_be_drawn(least: int) -> None:
-    answer = counted(stop_ids=(6,), min_tokens=least, max_tokens=9)
-    if least == 4:
-        assert answer.tokens.tolist() == [2, 3, 4, 5, 6]
-    else:
-        assert answer.tokens.tolist()[:4] == [2, 3, 4, 5]
-        assert answer.tokens[4] != 6
-        assert len(answer.tokens) >= 5
-
-
-def test_forced_length() -> None:
-    stop = tuple(range(0, 270, 2))
-    for text in generated(
-        engine(), *(request(random_tokens(5, i), i, min_tokens=12, max_tokens=12, stop_ids=stop) for i in range(4))
-    ):
-        assert len(text) == 12
-        assert not set(text) & set(stop)
-
-
-def test_a_stop_string_ends_a_text_and_is_kept() -> None:
-    answer = counted(stop_strings=("zz", "FGH"))  # ids 5, 6, 7
-    assert answer.tokens.tolist() == [2, 3, 4, 5, 6, 7]
-    assert answer.finish == "stop"
-
-
-def test_stop_strings_do_not_look_at_the_prompt() -> None:
-    assert counted(stop_strings=("B",)).finish == "length"  # id 1
-    assert counted(stop_strings=("BC",)).finish == "length"
-
-
-def test_a_long_stop_string_of_many_bytes_is_found() -> None:
-    text = "aaaa日本語日本語日本語bbbbbbbbb"
-    answer = counted(stream=text.encode(), stop_strings=("日本語日本語日本語",))
-    assert answer.finish == "stop"
-    assert answer.tokens.tolist() == list(range(2, 4 + 27))
-
-
-def test_a_stop_string_before_min_tokens_is_ignored_for_good() -> None:
-    answer = counted(stop_strings=("DE",), min_tokens=8, max_tokens=20)  # ids 3 and 4: tokens 2 and 3
-    assert answer.finish == "length"
-    assert len(answer.tokens) == 20
-
-
-def test_a_stop_string_after_min_tokens_counts() -> None:
-    answer = counted(stop_strings=("KL",), min_tokens=8, max_tokens=20)  # ids 10 and 11: tokens 9 and 10
-    assert answer.finish == "stop"
-    assert len(answer.tokens) == 10
-
-
-@pytest.mark.parametrize(("least", "finish", "length"), [(9, "stop", 10), (10, "stop", 10), (11, "length", 20)])
-def test_a_stop_string_that_the_last_of_min_tokens_completes_counts(least: int, finish: str, length: int) -> None:
-    answer = counted(stop_strings=("KL",), min_tokens=least, max_tokens=20)  # ids 10 and 11: tokens 9 and 10
-    assert (answer.finish, len(answer.tokens)) == (finish, length)
-
-
-# ── requests it cannot serve ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (request(torch.empty(0, dtype=torch.int64), id="b"), "request b: no tokens"),
-        (request(random_tokens(2, 1), id="c", max_tokens=2, stop_strings=("x",)), "request c: .*decoder"),
-    ],
-)
-def test_a_request_that_cannot_be_served_is_refused_and_harms_nobody(asked: GenerateRequest, message: str) -> None:
-    target = engine()
-
-    async def work() -> Generation:
-        good = asyncio.create_task(target.generate(request(random_tokens(4, 1), max_tokens=5)))
-        with pytest.raises(EngineError, match=message):
-            await target.generate(asked)
-        return await good
-
-    assert len(run(work, target).tokens) == 5
-
-
-def test_a_request_that_just_fits_is_served() -> None:
-    (text,) = generated(engine(), request(random_tokens(250, 1), max_tokens=6))
-    assert len(text) == 6
-
-
-def test_a_request_for_no_tokens_harms_nobody() -> None:
-    target = engine()
-
-    async def work() -> list[Any]:
-        asked = [request(random_tokens(4, i), id=str(i), max_tokens=n) for i, n in enumerate((5, 0, 5))]
-        return await asyncio.gather(*(target.generate(r) for r in asked), return_exceptions=True)
-
-    first, empty, last = run(work, target)
-    assert len(first.tokens) == len(last.tokens) == 5
-    assert isinstance(empty, EngineError) or len(empty.tokens) == 0
 
 
 # ── ending early ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from torch import Tensor
 import tiny
 from engine_requests import answers, engine, plain_log_probs, positions, request, run, score_request, scored
 from packed_models import own_logits, packed_model, random_tokens, reference
-from tutelage.engines.contract import EngineError, Generation, ScoreRequest, Scores, Want
+from tutelage.engines.contract import ScoreRequest, Scores, Want
 from tutelage.engines.torch_lm import TorchEngine
 
 ALL = Want(sampled=True, top_k=5, hidden=True)
@@ -66,12 +66,6 @@ def test_scores_align_to_action_positions(name: str, spans: tuple[tuple[int, int
         check(name, asked, scored(engine(name, **options), [asked])[0])
 
 
-@torch.no_grad()
-def test_the_temperature_of_scores_is_the_engines_own() -> None:
-    asked = score_request(random_tokens(12, 1), (4, 12), want=ALL)
-    check("llama", asked, scored(engine(temperature=0.7), [asked])[0], temperature=0.7)
-
-
 @pytest.mark.parametrize("spans", [(), ((4, 4),)])
 def test_nothing_to_score_is_an_ordinary_request(spans: tuple[tuple[int, int], ...]) -> None:
     empty = score_request(random_tokens(6, 1), *spans, want=ALL)
@@ -87,36 +81,6 @@ def test_nothing_to_score_is_an_ordinary_request(spans: tuple[tuple[int, int], .
     assert nothing.hidden.shape == (0, packed_model("llama").width)
     with torch.no_grad():
         check("llama", full, something)
-
-
-def test_only_what_is_wanted_is_returned() -> None:
-    tokens = random_tokens(9, 1)
-    wants = [Want(sampled=True), Want(top_k=2), Want(hidden=True)]
-    found = scored(engine(), [score_request(tokens, (3, 9), uid=i, want=want) for i, want in enumerate(wants)])
-    given_back = [
-        [x is not None for x in (scores.logp, scores.topk_ids, scores.topk_logp, scores.hidden)] for scores in found
-    ]
-    assert given_back == [[True, False, False, False], [False, True, True, False], [False, False, False, True]]
-
-
-@pytest.mark.parametrize("span", [(0, 3), (4, 11), (5, 4)])
-def test_a_span_outside_the_sequence_is_refused(span: tuple[int, int]) -> None:
-    target = engine()
-
-    async def work() -> None:
-        with pytest.raises(EngineError, match=rf"train/prompt 3.*span {span[0]}:{span[1]}"):
-            await target.score(score_request(random_tokens(10, 1), span, uid=3))
-
-    run(work, target)
-
-
-def test_a_padded_vocabulary_is_left_out_of_the_distribution() -> None:
-    tokens = random_tokens(12, 1) % 100
-    (found,) = sampled(engine(vocabulary=100), [score_request(tokens, (4, 12))])
-    with torch.no_grad():
-        logits = own_logits(reference("llama"), tokens)[:, :100]
-    expected = logits.log_softmax(-1)[range(3, 11), tokens[4:]]
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("want", [Want(sampled=True), Want(hidden=True), Want(top_k=4)])
@@ -267,38 +231,3 @@ def test_shared_weights_are_published_without_a_source() -> None:
         assert theirs.version.tolist() == [0] * 8
     for ours_, theirs_ in zip(sampled(target, siblings()), sampled(fresh, siblings()), strict=True):
         torch.testing.assert_close(ours_, theirs_, atol=1e-4, rtol=0)
-
-
-def loaded_halfway() -> tuple[Tensor, Generation]:
-    """A text of 20 tokens during which weights of version 7 arrive."""
-    target = TorchEngine(tiny.causal_lm(seed=0))
-    prompt = random_tokens(6, 1)
-
-    async def work() -> Generation:
-        task = asyncio.create_task(target.generate(request(prompt, max_tokens=20)))
-        while target.counts.decode_ticks < 5:
-            await asyncio.sleep(0)
-        await target.load(7, tiny.model(seed=1).named_parameters())
-        return await task
-
-    return prompt, run(work, target)
-
-
-def test_every_action_records_the_version_that_wrote_it() -> None:
-    _, answer = loaded_halfway()
-    versions = answer.version.tolist()
-    assert answer.version.dtype == torch.int32
-    assert set(versions) == {0, 7}
-    assert versions == sorted(versions)
-    assert versions.count(0) >= 6
-
-
-def test_weights_that_arrive_halfway_leave_no_keys_of_older_ones() -> None:
-    prompt, answer = loaded_halfway()
-    tokens = torch.cat([prompt, answer.tokens])
-    for version, seed in ((0, 0), (7, 1)):
-        with torch.no_grad():
-            logp = own_logits(tiny.model(seed=seed, attention="eager"), tokens).log_softmax(-1)
-        expected = logp[range(5, len(tokens) - 1), answer.tokens]
-        wrote = answer.version == version
-        torch.testing.assert_close(answer.logp[wrote], expected[wrote], atol=1e-4, rtol=0)

@@ -41,6 +41,7 @@ from tutelage.engines.registry import TextSpec
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine, build
 from tutelage.errors import UserError
+from tutelage.modality import modality_of
 
 T = TypeVar("T")
 KEY = Key("train", 0, 0, 0, 0)
@@ -280,3 +281,34 @@ def test_an_engine_that_is_not_there_is_named(tmp_path: Path) -> None:
         tiny.config(tmp_path, engine={"kind": "vlm"})
     with pytest.raises(Exception, match="no engine for text is named 'diffusion'"):
         tiny.config(tmp_path, engine={"kind": "diffusion"})
+
+
+def vllm_config(tmp_path: Path, **sections: Any) -> Any:
+    return tiny.config(tmp_path, runtime="ray", **{"engine": {"kind": "vllm"}, **sections})
+
+
+def test_an_engine_whose_package_is_missing_is_refused_before_models_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, "elsewhere", replace(ENGINES["torch"], package="no_such_package"))
+    monkeypatch.setattr("tutelage.modality.text.student_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(UserError, match=r"engine\.kind: elsewhere needs the package 'no_such_package'"):
+        assemble(tiny.config(tmp_path, engine={"kind": "elsewhere"}))
+
+
+def test_an_adapter_on_several_ranks_cannot_be_merged_for_vllm(tmp_path: Path) -> None:
+    student = {"path": str(tmp_path / "student"), "lora": {"rank": 2}}
+    config = vllm_config(tmp_path, student=student, pools={"learner": {"replicas": 2}})
+    with pytest.raises(UserError, match=r"student\.lora: .*2 ranks.*pools\.learner\.replicas to 1"):
+        modality_of(config).check_engines()
+
+
+def test_vllm_does_not_straddle_nodes(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path, pools={"student": {"device": "gpu", "devices": 4, "straddle": True}})
+    with pytest.raises(UserError, match=r"pools\.student\.straddle: vllm splits a model"):
+        modality_of(config).check_engines()
+
+
+def test_a_run_says_that_answers_of_vllm_depend_on_the_batch(tmp_path: Path) -> None:
+    notes = modality_of(vllm_config(tmp_path)).notes()
+    assert any("engine vllm" in note and "what shares their batch" in note for note in notes)

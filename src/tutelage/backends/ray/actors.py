@@ -167,15 +167,21 @@ class EngineActor(Actor):
 
     async def load(self, version: int, buckets: list[WeightBucket]) -> None:
         """Load weights of the learner, bucket by bucket."""
+        await self._running()
+        await self._load(version, buckets)
+
+    async def _load(self, version: int, buckets: list[WeightBucket]) -> None:
         with _dying_with(self.engine):
             await self.engine.load(version, (named for bucket in buckets for named in bucket.get()))
 
     async def forget_prefixes(self) -> None:
+        await self._running()
         with _dying_with(self.engine):
             await self.engine.load(self.engine.version, None)
 
     async def sleep(self) -> None:
         """Free the memory of the device until the next weights."""
+        await self._running()
         with _dying_with(self.engine):
             await self.engine.sleep()
 
@@ -207,7 +213,7 @@ class EngineActor(Actor):
     async def _start(self) -> None:
         await self._running_engine.__aenter__()
         if self._coordinator is not None and (newest := await self._coordinator.call(Coordinator.weights)):
-            await self.load(*newest)
+            await self._load(*newest)
         await self._scheduler.__aenter__()
 
     def _note(self, kind: Literal["generate", "score"], key: str, start: float) -> None:
