@@ -28,11 +28,12 @@ class CannotJudge(RuntimeError):
 
 
 class ReplicaGone(RuntimeError):
-    """A replica died, or does not answer. `for_good`: it will not be started again."""
+    """A replica died, or does not answer. `for_good`: it will not be started again. `after`: seconds until it is worth
+    asking again, if the replica knows."""
 
-    def __init__(self, message: str, for_good: bool = False) -> None:
+    def __init__(self, message: str, for_good: bool = False, after: float | None = None) -> None:
         super().__init__(message)
-        self.for_good = for_good
+        self.for_good, self.after = for_good, after
 
-    def __reduce__(self) -> tuple[type[ReplicaGone], tuple[str, bool]]:
-        return type(self), (str(self), self.for_good)
+    def __reduce__(self) -> tuple[type[ReplicaGone], tuple[str, bool, float | None]]:
+        return type(self), (str(self), self.for_good, self.after)

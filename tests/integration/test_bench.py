@@ -24,6 +24,7 @@ from bench import (
     flow_flat,
     flow_step,
     full_loss,
+    http_client,
     limits,
     opd_step,
     protocol,
@@ -452,6 +453,13 @@ def test_the_score_cache_runs_and_both_sides_agree(
     assert "times as fast as scoring" in printed[-1]
 
 
+def test_both_http_clients_run(capfd: Printed) -> None:
+    http_client.main(["--tiny"])
+    printed = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["sampled", "top_k"]
+    assert all("ratio" in line for line in printed)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for both benchmarks that need one."""
@@ -490,6 +498,7 @@ def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
     assert started <= scripts
     tried = {
         "opd_step",
+        "http_client",
         "full_loss",
         "queue_bandwidth",
         "rollout_path",

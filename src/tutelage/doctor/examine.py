@@ -21,6 +21,7 @@ from tutelage.engines.torch_lm import TorchEngine
 from tutelage.errors import UserError
 from tutelage.learner.text import Limits
 from tutelage.modality import modality_of
+from tutelage.modality.prompt_checks import Reaches
 from tutelage.modality.text_models import reaches, teacher_model
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.heads import head_vocabulary
@@ -112,9 +113,9 @@ class TextExamination:
     def all(self) -> list[CheckResult]:
         """Run everything; what a failure prevents is listed as skipped."""
         self.report("files of student and teachers")
-        readable = self._pairing()
+        reached = self._pairing()
         self.report("prompts")
-        self._prompts(readable)
+        self._prompts(reached)
         self._machine()
         if self.config.runtime == "ray":
             inline = "runtime ray: these checks compute in one process; where the models fit, add runtime=inline"
@@ -131,8 +132,8 @@ class TextExamination:
         run_to_end(_OnSamples(self.modality, parts, self.report, self.found).all())
         return self.found
 
-    def _pairing(self) -> bool:
-        """Return whether the files of all models can be read."""
+    def _pairing(self) -> Reaches | None:
+        """Return how long a sequence each model takes; None if the files of a model cannot be read."""
         try:
             student = self._reader("student")
             readers = [self._reader(f"teachers.{name}") for name in self.config.teachers]
@@ -141,9 +142,9 @@ class TextExamination:
             todo = "correct the path, or use another model"
             self.found.append(CheckResult("student and teachers", "model files", "fail", str(error), todo))
             self._skip(BEFORE_MODELS, "the files of a model cannot be used, see above")
-            return False
+            return None
         self.found += pairing_checks(self.config, student, readers, reached)
-        return True
+        return reached
 
     def _reader(self, key: str) -> Reader:
         name = key.removeprefix("teachers.")
@@ -151,11 +152,11 @@ class TextExamination:
         tokenizer = self.modality.tokenizer if key == "student" else self.modality.teacher_tokenizers[name]
         return Reader(key, settings.path, tokenizer, head_vocabulary(settings))
 
-    def _prompts(self, tokenised: bool) -> None:
+    def _prompts(self, reached: Reaches | None) -> None:
         prompts, results = _data(self.config)
         self.found += results
-        if prompts is not None and tokenised:
-            self.found.append(data.lengths(self.config, prompts, self.modality.tokenizer))
+        if prompts is not None and reached is not None:
+            self.found.append(data.lengths(self.config, prompts, self.modality.tokenizer, reached))
 
     def _machine(self) -> None:
         checks: dict[str, Callable[[], CheckResult]] = {

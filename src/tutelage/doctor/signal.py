@@ -34,7 +34,7 @@ ENOUGH_MASS = 0.95
 """Share of the teacher's probability that its top k should hold."""
 FEW_PROMPTS = 8
 """Fewer prompts decide nothing."""
-PROMPTS = 64
+PROMPTS = 32
 """Held-out prompts whose text is scored."""
 OFTEN = 0.5
 
@@ -132,7 +132,7 @@ def _judged(teacher: ScoredTeacher, gains: Sequence[float], unit: str, on: str) 
     if mean - width > 0:
         return result(status="ok", found=f"the teacher is better: {found}")
     if mean + width < 0:
-        todo = "check teachers.NAME.path and whether these prompts are what the teacher is good at"
+        todo = f"check {teacher.key}.path, and whether these prompts are what the teacher is good at"
         return result(status="warn", found=f"the teacher is worse than the student: {found}", todo=todo)
     todo = "hold out more prompts to decide, or go on: the teacher may be better at answers than these prompts show"
     return result(status="undecided", found=f"the interval includes 0: {found}", todo=todo)

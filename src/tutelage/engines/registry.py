@@ -24,6 +24,22 @@ Role = Literal["student", "teacher", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The servers of an engine that computes elsewhere."""
+
+    urls: tuple[str, ...]
+    """of their OpenAI-compatible APIs, up to `/v1`, without a slash at the end; each has the same model"""
+    model: str
+    """as the servers name it"""
+    key_env: str | None = None
+    """name of the environment variable that has the key"""
+    max_in_flight: int = 64
+    """requests that one server is sent at the same time"""
+    deadline: float = 120.0
+    """seconds for a score request, with retries and other servers"""
+
+
+@dataclass(frozen=True, slots=True)
 class TextSpec:
     """What an engine for text is built from."""
 
@@ -48,6 +64,8 @@ class TextSpec:
     """prompt tokens whose keys and values are kept for the other samples of the same prompts"""
     decode: Callable[[list[int]], str] | None = None
     """turns ids into text, to find stop strings"""
+    endpoint: Endpoint | None = None
+    """the servers of an engine that computes elsewhere"""
     dtype: str = "auto"
     """of a model that the engine loads itself"""
     devices: int = 1

@@ -232,7 +232,7 @@ class Evaluator:
         prompts = [
             (
                 prompt.row,
-                self.config.teachers[parts.teachers.route(prompt)].path if taught else "",
+                self.config.teachers[parts.teachers.route(prompt)].source if taught else "",
                 render_prompt(self.tokenizer, prompt, limit).tolist(),
             )
             for prompt in self.prompts

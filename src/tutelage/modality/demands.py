@@ -28,12 +28,14 @@ class Demand:
     learns: bool = False
     """the learner's weights must reach it"""
     scores: Want = field(default=Want())
+    abilities: Abilities | None = None
+    """what the engine can do, where that was found out; None is what the table of engines says"""
 
 
 def check_demands(demands: Iterable[Demand]) -> None:
     """Raise UserError for the first demand that its engine cannot meet."""
     for demand in demands:
-        lacks = _lacks(demand, ENGINES[demand.kind])
+        lacks = _lacks(demand, demand.abilities or ENGINES[demand.kind])
         if lacks:
             raise UserError(
                 f"{demand.key}: the engine {demand.kind!r} {lacks}, {demand.because}: {demand.remedy}, or choose "
@@ -41,9 +43,8 @@ def check_demands(demands: Iterable[Demand]) -> None:
             )
 
 
-def usable_payloads(kind: str, top_k: int) -> list[PayloadName]:
+def usable_payloads(abilities: Abilities, top_k: int) -> list[PayloadName]:
     """The payloads that an engine can send."""
-    abilities = ENGINES[kind]
     return [name for name in PAYLOADS if name != "none" and not _not_scored(want(name, top_k), abilities)]
 
 

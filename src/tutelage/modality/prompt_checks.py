@@ -78,7 +78,7 @@ def _report_reaches(config: Config, reaches: Reaches, report: Report) -> None:
     for key, reach in reaches.items():
         if reach is not None and reach.tokens < config.engine.context:
             report(
-                f"engine.context = {config.engine.context} is more than {key}.path takes: {reach}; "
+                f"engine.context = {config.engine.context} is more than {_model_key(config, key)} takes: {reach}; "
                 f"sequences there have at most {reach.tokens} tokens, prompt and answer"
             )
 
@@ -167,7 +167,7 @@ class _RowCheck:
         """What is wrong with prompts as a teacher with a system prompt of its own reads them, by their place."""
         renderer = self.client.teachers[name].renderer
         assert renderer is not None
-        path = f"teachers.{name}.path = {self.config.teachers[name].path}"
+        path = f"{_model_key(self.config, f'teachers.{name}')} = {self.config.teachers[name].source}"
         lengths = _lengths(renderer, list(words.values()), [prompts[place] for place in words], path)
         for place, length in zip(words, lengths, strict=True):
             if isinstance(length, UserError):
@@ -189,8 +189,15 @@ class _RowCheck:
         if reach is None or tokens + answer <= reach.tokens:
             return None
         return OverlongPrompt(
-            f"{prompt}: {tokens} prompt tokens and the longest answer ({answer}) do not fit {key}.path: {reach}"
+            f"{prompt}: {tokens} prompt tokens and the longest answer ({answer}) do not fit "
+            f"{_model_key(self.config, key)}: {reach}"
         )
+
+
+def _model_key(config: Config, key: str) -> str:
+    """The setting that says where the model at `key` is."""
+    teacher = config.teachers.get(key.removeprefix("teachers."))
+    return f"{key}.url" if key != "student" and teacher is not None and teacher.url else f"{key}.path"
 
 
 def _lengths(

@@ -28,6 +28,7 @@ from tutelage.learner.step import Learner
 from tutelage.modality.contract import ByModality, Checked, E, Embedded, Modality, Spread
 from tutelage.modality.demands import Demand, usable_payloads
 from tutelage.modality.prompt_checks import Reaches, check_prompts
+from tutelage.modality.served import ServedTeacher, probe_teacher
 from tutelage.modality.text_episodes import TextEpisodes
 from tutelage.modality.text_learner import build_learner
 from tutelage.modality.text_models import (
@@ -45,6 +46,7 @@ from tutelage.modality.text_models import (
     teacher_models,
     teacher_reach,
 )
+from tutelage.models.attention_range import Reach
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.heads import head_vocabulary, load_head
 from tutelage.models.loading import apply_lora, load_causal_lm, save_hf
@@ -67,6 +69,8 @@ class TextModality(Modality):
 
     def __init__(self, config: Config, report: Report = silent) -> None:
         super().__init__(config, report)
+        self._served: dict[str, ServedTeacher] = {}
+        """what is known of teachers behind a URL, after `check_engines`"""
 
     def require_packages(self) -> None:
         config = self.config
@@ -86,22 +90,30 @@ class TextModality(Modality):
             yield Demand(*student, because, "set algorithm.kl to 0", scores=Want(sampled=True))
         for name, teacher in config.teachers.items():
             engine = (f"teachers.{name}.engine.kind", teacher.engine.kind)
-            others = ", ".join(usable_payloads(teacher.engine.kind, algorithm.top_k)) or "none"
+            able = self.abilities(name)
+            others = ", ".join(usable_payloads(able, algorithm.top_k)) or "none"
             yield Demand(
                 *engine,
                 f"which payload {algorithm.payload} needs",
                 f"use a payload that it can send ({others}; the objective decides which of them serve)",
                 scores=payload.want(algorithm.payload, algorithm.top_k),
+                abilities=able,
             )
             if config.data.validation is not None:
                 because = "which the evaluation on data.validation needs"
-                yield Demand(*engine, because, "set data.validation to null", scores=self.evaluation_want)
+                remedy = "set data.validation to null"
+                yield Demand(*engine, because, remedy, scores=self.evaluation_want, abilities=able)
 
     def check_engines(self) -> None:
         super().check_engines()
         config = self.config
         if config.runtime == "ray":
             check_ranks_and_engines(config)
+        for name, settings in config.teachers.items():
+            if settings.url:
+                self._served[name] = probe_teacher(name, settings, self.tokenizer, self.report)
+        if self._served:
+            super().check_engines()  # again, now that it is known what the servers can do
         if config.data.validation is None or self.evaluation_payload == "full":
             return
         for name in config.teachers:
@@ -113,10 +125,12 @@ class TextModality(Modality):
                 )
 
     def abilities(self, teacher: str) -> Abilities:
-        """What the engine of a teacher can do."""
+        """What the engine of a teacher can do; of one behind a URL, what the probe found once it has run."""
+        if teacher in self._served:
+            return self._served[teacher].abilities
         return ENGINES[self.config.teachers[teacher].engine.kind]
 
-    @cached_property
+    @property
     def evaluation_payload(self) -> PayloadName:
         """What evaluations ask of teachers: their full distribution if all of them give it, else the log-probs of the
         tokens of the text, and the likeliest token where all of them name it."""
@@ -142,22 +156,29 @@ class TextModality(Modality):
 
     @cached_property
     def teacher_tokenizers(self) -> dict[str, SafeTokenizer]:
-        return {name: SafeTokenizer.load(settings.path, self.report) for name, settings in self.config.teachers.items()}
+        """Those of teachers behind a URL are the student's."""
+        return {
+            name: self.tokenizer if settings.url else SafeTokenizer.load(settings.path, self.report)
+            for name, settings in self.config.teachers.items()
+        }
 
     # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, prompts: Prompts, progress: Progress) -> Checked:
         config = self.config
-        teachers = {name: head_vocabulary(settings) for name, settings in config.teachers.items()}
+        teachers = {name: head_vocabulary(settings) for name, settings in config.teachers.items() if not settings.url}
         vocabulary = self._vocabulary(head_vocabulary(config.student), teachers)
-        return Checked(vocabulary, self._usable(prompts, reaches(config, self.report), progress))
+        reached = {**reaches(config, self.report), **self._served_reaches()}
+        return Checked(vocabulary, self._usable(prompts, reached, progress))
 
     def embed(self, prompts: Prompts, queue: SampleQueue, device: str, progress: Progress) -> Embedded:
         config, tokenizer = self.config, self.tokenizer
         student = student_model(config, self.report, device)
         teachers = teacher_models(config, self.report, device)
-        sizes, reached = {}, {"student": student.reach}
+        sizes, reached = {}, {"student": student.reach, **self._served_reaches()}
         for name, settings in config.teachers.items():
+            if settings.url:
+                continue
             model = teachers.get(name)
             sizes[name] = head_vocabulary(settings) if model is None else model.head.vocabulary
             reached[f"teachers.{name}"] = teacher_reach(config, name, self.report) if model is None else model.reach
@@ -171,11 +192,14 @@ class TextModality(Modality):
                 config, tokenizer, vocabulary, device, lambda: student, shares_weights=self._shares_weights
             ),
             teachers={
-                name: teacher_engine(config, name, vocabulary, device, partial(self._teacher, name, device, teachers))
-                for name in config.teachers
+                name: teacher_engine(config, name, vocabulary, device, load, tokenizer.decode)
+                for name, load in ((n, partial(self._teacher, n, device, teachers)) for n in config.teachers)
             },
             reference=reference_engine(config, vocabulary, self.report, device) if self.has_reference else None,
         )
+
+    def _served_reaches(self) -> dict[str, Reach | None]:
+        return {f"teachers.{name}": served.reach for name, served in self._served.items()}
 
     @property
     def _shares_weights(self) -> bool:
@@ -212,7 +236,7 @@ class TextModality(Modality):
             return student_engine(config, self.tokenizer, vocabulary, device, load)
         if role == "teacher":
             load = partial(teacher_model, config, teacher, self.report, device)
-            return teacher_engine(config, teacher, vocabulary, device, load)
+            return teacher_engine(config, teacher, vocabulary, device, load, self.tokenizer.decode)
         return reference_engine(config, vocabulary, self.report, device)
 
     def teacher_scorer(self, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:

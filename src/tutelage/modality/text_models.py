@@ -21,6 +21,7 @@ from tutelage.data.notes import Report, silent
 from tutelage.engines.contract import Engine
 from tutelage.engines.registry import TextSpec, build_engine
 from tutelage.errors import UserError
+from tutelage.modality.served import endpoint
 from tutelage.models.attention import NAME as ATTENTION
 from tutelage.models.attention import UnsupportedAttention
 from tutelage.models.attention_range import Reach, reach_of
@@ -96,7 +97,7 @@ def on_packs(model: Any, key: str, settings: ModelSettings, report: Report) -> C
 def reaches(config: Config, report: Report) -> dict[str, Reach | None]:
     """How long a sequence each model takes, read from its config.json; an architecture that cannot compute packs is
     refused."""
-    teachers = {name: teacher_reach(config, name, report) for name in config.teachers}
+    teachers = {name: teacher_reach(config, name, report) for name, t in config.teachers.items() if not t.url}
     return {"student": _reach("student", config.student, report), **{f"teachers.{n}": r for n, r in teachers.items()}}
 
 
@@ -210,7 +211,15 @@ def student_engine(
     return build_engine(config.engine.kind, spec)
 
 
-def teacher_engine(config: Config, name: str, vocabulary: int, device: str, load: Callable[[], CausalLM]) -> Engine:
+def teacher_engine(
+    config: Config,
+    name: str,
+    vocabulary: int,
+    device: str,
+    load: Callable[[], CausalLM],
+    decode: Callable[[list[int]], str] | None = None,
+) -> Engine:
+    """The engine of a teacher. `decode` turns the student's ids into text, for servers that name no ids."""
     settings = config.teachers[name]
     spec = TextSpec(
         role="teacher",
@@ -223,6 +232,8 @@ def teacher_engine(config: Config, name: str, vocabulary: int, device: str, load
         temperature=config.teacher_temperature(name),
         vocabulary=vocabulary,
         prefix_tokens=_prefix_tokens(config),
+        decode=decode,
+        endpoint=endpoint(settings),
         dtype=settings.dtype,
         devices=_devices(config, f"teachers.{name}.pool"),
         gpu_memory=settings.engine.gpu_memory,

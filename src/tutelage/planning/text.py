@@ -10,7 +10,14 @@ import torch
 from tutelage.algorithms.contract import Algorithm
 from tutelage.config.engines import ENGINES
 from tutelage.config.pools import Member
-from tutelage.config.schema import Config, ModelSettings, PoolSettings, Reinforcement, TextOptimizerSettings
+from tutelage.config.schema import (
+    Config,
+    ModelSettings,
+    PoolSettings,
+    Reinforcement,
+    TextOptimizerSettings,
+    TextTeacherSettings,
+)
 from tutelage.data.trajectory import COLUMNS, Span
 from tutelage.engines.torch_lm import CACHE_BLOCK
 from tutelage.modality.text_models import PREFIX_TOKENS
@@ -45,6 +52,8 @@ class TextPlanner(Planner):
         self.sizes: Mapping[str, Sizes | None] = of_all(self._models(), self._sizes)
 
     def _sizes(self, key: str, settings: ModelSettings) -> Sizes | None:
+        if isinstance(settings, TextTeacherSettings) and settings.url:
+            return None
         placed, device = self._as_placed(key, settings)
         return model_sizes(placed, self.config.student.lora if key == "student" else None, device)
 
@@ -102,6 +111,9 @@ class TextPlanner(Planner):
         owners = model_owners(config.teachers)
         for name, teacher in config.teachers.items():
             known = self.sizes[f"teachers.{name}"]
+            if teacher.url:
+                yield _served(name, teacher)
+                continue
             if owners[name] != name:
                 yield shared_model(name, owners[name])
                 continue
@@ -118,7 +130,9 @@ class TextPlanner(Planner):
         config, teacher = self.config, member.key.removeprefix("teachers.").removesuffix(".pool")
         is_teacher = member.key.startswith("teachers.")
         known = self.sizes[f"teachers.{teacher}" if is_teacher else "student"]
-        if known is None:
+        if is_teacher and config.teachers[teacher].url:
+            yield _served(teacher, config.teachers[teacher])
+        elif known is None:
             yield Item(member.name, None, not_made((config.teachers[teacher] if is_teacher else config.student).path))
         elif member.key == "learner.pool":
             yield from _rank(config, self.algorithm, known, pool)
@@ -228,6 +242,10 @@ def _kept(student: Sizes) -> Weights:
     """Return the sharded weights: trained ones in float32, the others in the compute dtype."""
     more = student.learns.float32.bytes - student.learns.bytes
     return replace(student.adapted, bytes=student.adapted.bytes + more)
+
+
+def _served(name: str, teacher: TextTeacherSettings) -> Item:
+    return Item(f"teacher {name} weights", 0, f"{teacher.source}: the server has the model")
 
 
 def _gathered(config: Config, student: Sizes) -> Item:

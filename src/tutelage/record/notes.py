@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tutelage.config.algorithms import Learning, Reinforcement
 from tutelage.config.diffusion import Compared
@@ -51,7 +53,10 @@ def same_teacher(config: RunConfig, step: int, metrics: Mapping[str, float]) -> 
     """Advice for a run whose teachers agree with the student from the start."""
     if step != 1 or not config.teachers or not abs(metrics.get("divergence", 1.0)) < SAME:
         return None
-    paths = ", ".join(f"teachers.{name}.path = {teacher.path}" for name, teacher in config.teachers.items())
+    paths = ", ".join(
+        f"teachers.{name}.{'path' if teacher.path else 'url'} = {teacher.source}"
+        for name, teacher in config.teachers.items()
+    )
     cures = [
         f"check the paths (student.path = {config.student.path}; {paths}): a teacher with the student's own weights "
         "has nothing to teach",
@@ -121,7 +126,27 @@ def reference_gap(metrics: Mapping[str, float]) -> str | None:
     """How well the learner's log-probs agree with the model's own; measured in a run's first step."""
     if "reference_gap" not in metrics:
         return None
-    return (
+    found = (
         f"reference_gap {metrics['reference_gap']:.2g} nats (at most {metrics['reference_gap_max']:.2g}): how far "
         "the learner's log-probs are from the model's own forward pass, on rows of this run's first batch"
     )
+    if "reference_rounding" in metrics:
+        found += (
+            ". This is rounding: half precision moves the model's own log-probs by "
+            f"{metrics['reference_rounding']:.2g} nats on average. For exacter log-probs, set student.dtype to float32"
+        )
+    return found
+
+
+def server_failures(teachers: Mapping[str, Any]) -> list[str]:
+    """What went wrong with the servers of teachers behind a URL, from the counts of their engines: those of one engine,
+    or a list with those of several."""
+    lines = []
+    for name, counted in teachers.items():
+        engines = counted if isinstance(counted, list) else [counted]
+        failures = sum((Counter(counts.get("failures", {})) for counts in engines), Counter[str]())
+        if failures:
+            asked = sum(counts["requests"] for counts in engines)
+            each = ", ".join(f"{what} {number} times" for what, number in sorted(failures.items()))
+            lines.append(f"teachers.{name}: {failures.total()} of {asked} requests failed ({each})")
+    return lines

@@ -17,6 +17,7 @@ from tutelage.data.prompts import PromptSet, PromptStream
 from tutelage.data.trajectory import Batch
 from tutelage.errors import UserError
 from tutelage.learner.update import NonFiniteLoss
+from tutelage.record import notes
 from tutelage.record.display import Display, final_table
 from tutelage.record.images import ImageRecord
 from tutelage.record.report import write_report_and_pictures
@@ -158,6 +159,8 @@ class Recorder:
             evaluations["after"] = validations[-1].metrics
         self.directory.write_summary({"eval": evaluations, "seconds": seconds, "steps": step, **outcome})
         path = write_report_and_pictures(self.directory)
+        for line in notes.server_failures(outcome.get("teachers", {})):
+            self.note(line)
         if "after" in evaluations:
             answers = _answers(self.directory, validations[0].step, validations[-1].step)
             before, after = evaluations["before"], evaluations["after"]

@@ -23,7 +23,7 @@ Replica = TypeVar("Replica")
 Result = TypeVar("Result")
 
 PAUSE = 0.2
-"""Seconds before replicas that are being restarted are tried again."""
+"""Seconds before replicas that are gone are tried again, unless one says how long it will take."""
 
 
 class AllReplicasFailed(CannotJudge):
@@ -66,7 +66,7 @@ class Router(Generic[Replica]):
         self, key: Hashable, ask: Callable[[Replica], Awaitable[Result]], reasons: dict[int, str]
     ) -> Result:
         failed: set[int] = set()
-        gone: set[int] = set()
+        gone: dict[int, float] = {}
         while True:
             number = await self.balancer.acquire(key, (*failed, *gone))
             self.retries += bool(reasons)
@@ -77,15 +77,17 @@ class Router(Generic[Replica]):
                 return answer
             except Exception as error:
                 reasons[number] = f"replica {number}: {type(error).__name__}: {error}"
-                may_return = isinstance(error, ReplicaGone) and not error.for_good and self.deadline is not None
-                (gone if may_return else failed).add(number)
+                if isinstance(error, ReplicaGone) and not error.for_good and self.deadline is not None:
+                    gone[number] = PAUSE if error.after is None else error.after
+                else:
+                    failed.add(number)
             finally:
                 self.balancer.release(key, number, answered)
             if len(failed) == len(self.replicas):
                 raise AllReplicasFailed(f"{self.name}: no replica could answer ({_joined(reasons)})")
             if len(failed) + len(gone) == len(self.replicas):
+                await asyncio.sleep(min(gone.values()))
                 gone.clear()
-                await asyncio.sleep(PAUSE)
 
 
 def _joined(reasons: dict[int, str]) -> str:

@@ -412,7 +412,14 @@ text = st.text(max_size=20)
 positive = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
 decay = st.floats(min_value=0, max_value=1, exclude_max=True)
 count = st.integers(1, 10**9)
-teachers = st.builds(TextTeacherSettings, path=text, temperature=positive, system_prompt=st.none() | text)
+teachers = st.builds(
+    TextTeacherSettings, path=text.filter(bool), temperature=positive, system_prompt=st.none() | text
+) | st.builds(
+    TextTeacherSettings,
+    url=st.sampled_from(["http://a/v1", ["https://a/v1", "https://b:81/v1"]]),
+    model=text.filter(bool),
+    key_env=st.none() | st.just("A_KEY"),
+)
 configs = st.builds(
     Config,
     out=text,

@@ -11,6 +11,7 @@ import tiny
 from tutelage.data.prompts import Prompts
 from tutelage.doctor.data import lengths, row_checks
 from tutelage.doctor.result import CheckResult
+from tutelage.models.attention_range import Reach
 from tutelage.models.tokenizers import SafeTokenizer
 
 
@@ -27,7 +28,7 @@ def test_columns_are_listed(tmp_path: Path) -> None:
     rows = [{"prompt": "One?", "ground_truth": 1, "topic": "maths"}, {"prompt": "Two?"}]
     found = checks(tmp_path, rows, ["Three?"])["columns"]
     assert found.status == "ok"
-    assert "train.jsonl: 2 prompts, 1 with a ground truth, further columns topic" in found.found
+    assert "train.jsonl): 2 prompts, 1 with a ground truth, further columns topic" in found.found
 
 
 @pytest.mark.parametrize(("repeats", "status"), [(0, "ok"), (1, "ok"), (2, "warn")])
@@ -62,14 +63,22 @@ def test_nothing_held_out_is_a_warning(tmp_path: Path) -> None:
 )
 def test_lengths_are_compared_with_limits(tmp_path: Path, data: dict[str, Any], status: str, says: str) -> None:
     config = tiny.config(tmp_path, data=data)
-    found = lengths(config, Prompts.load(config), SafeTokenizer.load(config.student.path))
+    found = lengths(config, Prompts.load(config), SafeTokenizer.load(config.student.path), {})
     assert found.status == status
     assert says in found.found + found.todo
 
 
 def test_lengths_leave_room_for_the_answer(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, engine={"context": 26}, rollout={"max_tokens": 6})
-    found = lengths(config, Prompts.load(config), SafeTokenizer.load(config.student.path))
+    found = lengths(config, Prompts.load(config), SafeTokenizer.load(config.student.path), {})
+    assert found.status == "fail"
+    assert "above 20" in found.found
+
+
+def test_lengths_are_compared_with_what_each_model_takes(tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, rollout={"max_tokens": 6})
+    reaches = {"student": None, "teachers.main": Reach(26, "max_position_embeddings")}
+    found = lengths(config, Prompts.load(config), SafeTokenizer.load(config.student.path), reaches)
     assert found.status == "fail"
     assert "above 20" in found.found
 
@@ -78,6 +87,6 @@ def test_a_tokenizer_without_a_template_is_a_row(tmp_path: Path) -> None:
     tiny.settings(tmp_path)
     (tmp_path / "student" / "chat_template.jinja").unlink()
     config = tiny.config(tmp_path)
-    found = lengths(config, Prompts.load(config), SafeTokenizer.load(config.student.path))
+    found = lengths(config, Prompts.load(config), SafeTokenizer.load(config.student.path), {})
     assert found.status == "fail"
     assert "no chat template" in found.found

@@ -62,10 +62,13 @@ def test_disk_is_compared_with_the_checkpoints_that_are_kept(
     assert "at most 4 at once" in found.found
 
 
-def test_the_disk_of_the_nearest_directory_that_exists_is_asked(tmp_path: Path) -> None:
-    place, free = machine.free_disk(tmp_path / "not" / "yet")
-    assert place == tmp_path
-    assert free > 0
+def test_the_disk_of_the_nearest_directory_that_exists_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=7))
+    assert machine.free_disk(tmp_path / "not" / "yet") == 7
+    assert asked == [tmp_path]
 
 
 def test_more_threads_than_cores_are_a_warning(tmp_path: Path) -> None:
