@@ -21,7 +21,7 @@ import tiny
 from engine_requests import request, score_request
 from packed_models import own_logits, random_tokens
 from repository import ROOT
-from text_engine_contract import SIZES, asked_scores, config
+from text_engine_contract import SIZES, asked_scores, check_scores, config, log_probs, plain
 from tutelage.config.schema import LoraSettings, ModelSettings
 from tutelage.engines.contract import EngineError, Want
 from tutelage.engines.scheduler import InlineScheduler
@@ -249,6 +249,33 @@ def test_no_process_is_left_behind(tmp_path: Path, how: str) -> None:
             program.send_signal(signal.SIGKILL)
         program.wait(60)
     assert gone(pid)
+
+
+def test_a_model_that_is_split_over_two_workers(tmp_path: Path) -> None:
+    """Tensor parallelism, here over two processes on a CPU. When the process that hosts vLLM is killed, its workers end
+    with it."""
+    path = tiny.save(tmp_path / "model", **SIZES)
+    served = Served(student_spec(tiny.model(config()), path, devices=2)).start()
+    prompt, asked = random_tokens(9, 1), asked_scores(random_tokens(30, 2), (3, 9), (12, 30))
+
+    async def work(engine: Any) -> list[Any]:
+        found: list[Any] = []
+        for version, seed in ((1, 0), (2, 1)):
+            await engine.load(version, plain(seed).state_dict().items())
+            found.append((seed, await engine.generate(request(prompt, max_tokens=15)), await engine.score(asked)))
+        return found
+
+    try:
+        for seed, answer, scores in served.do(work):
+            check_scores(asked, scores, seed=seed)
+            expected = log_probs(torch.cat([prompt, answer.tokens]), seed=seed)[range(9, 24), answer.tokens]
+            torch.testing.assert_close(answer.logp, expected, atol=1e-4, rtol=0)
+        workers = [child.pid for child in psutil.Process(served.engine.pid).children(recursive=True)]
+        assert len(workers) >= 2
+        os.kill(served.engine.pid, signal.SIGKILL)
+        assert all(gone(pid) for pid in workers)
+    finally:
+        served.stop()
 
 
 def test_everyone_who_waits_is_told_when_vllm_dies(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from repository import ROOT
 from tutelage.config.schema import LoraSettings, ModelSettings, TextStudentSettings
 from tutelage.models import dtype as dtype_module
 from tutelage.models.heads import head_vocabulary, load_head
-from tutelage.models.loading import apply_lora, cut_layers, load_causal_lm, save_hf
+from tutelage.models.loading import apply_lora, cut_layers, describe, load_causal_lm, save_hf, whole_weights
 from tutelage.models.sources import ModelError, resolve
 from tutelage.models.tokenizers import SafeTokenizer, load_tokenizer
+from tutelage.models.weights import with_tied_head
 
 
 @pytest.fixture
@@ -314,3 +315,19 @@ def test_code_in_the_directory_is_not_run_and_nobody_is_asked(
     with pytest.raises(ModelError, match=r"config.json describes no model that transformers knows"):
         load(float32(saved))
     assert not (saved / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["tied", "llama"])
+def test_whole_weights_have_all_names_of_a_saved_model(kind: str, tmp_path: Path) -> None:
+    """An engine that packs its output head gets it by name, also where it is tied to the embedding."""
+    model = tiny.of_kind(kind)
+    expected = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert expected <= whole_weights(model).keys()
+    gathered = dict(with_tied_head(model.named_parameters(), model))
+    assert gathered.keys() == whole_weights(model).keys()
+    assert all(torch.equal(gathered[name], tensor) for name, tensor in whole_weights(model).items())
+    cut_layers(model, [1])
+    describe(model, str(tmp_path))
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert described["num_hidden_layers"] == 3
+    assert described["architectures"] == ["LlamaForCausalLM"]
