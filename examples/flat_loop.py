@@ -131,10 +131,10 @@ def main() -> None:
     parser.add_argument("--student", default="toy:arithmetic", help="directory of the model to train")
     parser.add_argument("--teacher", default="toy:arithmetic-careful", help="directory of its teacher")
     parser.add_argument("--prompts", type=Path, help="a text file with one prompt on each line; default: additions")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=4, help="longest answer")
     args = parser.parse_args()
-    prompts = args.prompts.read_text().splitlines() if args.prompts else sums(2000, seed=1)
+    prompts = args.prompts.read_text().splitlines() if args.prompts else sums(2000, seed=0)
     held_out = -(-len(prompts) // 20)
     heldout, training = prompts[:held_out], prompts[held_out:]
     asyncio.run(distill(args.student, args.teacher, training, heldout, args.steps, args.max_tokens))

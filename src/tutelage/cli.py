@@ -19,8 +19,8 @@ Handler = Callable[[argparse.Namespace], int | None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    The code is 0 on success, 1 if `certify` finds a failure or `plan` a cluster that is too small, 2 for an error that
-    the user can fix and 130 for Ctrl-C.
+    The code is 0 on success, 1 if `certify` or `doctor` finds a failure or `plan` a cluster that is too small, 2 for an
+    error that the user can fix and 130 for Ctrl-C.
     """
     args = _parse(argv)
     handler: Handler = args.handler
@@ -154,6 +154,27 @@ def plan_command(args: argparse.Namespace) -> int:
     return 0 if planned.fits else 1
 
 
+def doctor_command(args: argparse.Namespace) -> int:
+    from tutelage.config.load import load
+
+    config = load(args.recipe, args.overrides).config
+    from rich.console import Console
+    from rich.text import Text
+
+    from tutelage.doctor.examine import examine
+    from tutelage.doctor.table import as_json, show
+
+    with Console(stderr=True).status("checking") as status:
+        results = examine(config, lambda line: status.update(Text(line)))
+    if args.json:
+        import json
+
+        print(json.dumps(as_json(results), indent=1, ensure_ascii=False))
+    else:
+        show(results)
+    return 1 if any(result.status == "fail" for result in results) else 0
+
+
 def certify_command(args: argparse.Namespace) -> int:
     import torch
 
@@ -246,6 +267,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", metavar="nodes=N,gpus=N", help=described)
     plan.add_argument("--json", action="store_true", help="print a JSON object instead of text and tables")
 
+    what = "check that student, teachers, data and machine fit together"
+    doctor = _command(commands, "doctor", doctor_command, what, _DOCTOR)
+    _add_recipe(doctor)
+    doctor.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+
     certify = _command(commands, "certify", certify_command, "check the gradients of all objectives", _CERTIFY)
     certify.add_argument("--file", metavar="FILE", help="certify the objectives that this Python file registers")
     certify.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
@@ -289,6 +315,10 @@ example: tutelage plan recipes/ray/opd_4x8.yaml --cluster nodes=4,gpus=8
 Prints the graph of a step, the columns with their bytes per token, and a memory estimate. Nothing is trained, and no
 model is loaded, created or downloaded. With runtime: ray or --cluster, it also prints the placement of replicas; the
 exit code is 1 if they do not fit."""
+_DOCTOR = """example: tutelage doctor recipes/quickstart.yaml
+
+Prints one row for each check: its status, what was found and what to do. The models are loaded, the student answers 32
+prompts, and teachers score them; nothing is trained or written. The exit code is 1 if a check fails."""
 _CERTIFY = """example: tutelage certify --file my_loss.py
 
 Prints one row for each objective, payload and form. Each compares the mean gradient that the code computes, over all

@@ -16,7 +16,9 @@ from tutelage import loop
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
-def test_distillation_of_a_painter_with_engines_teacher_and_learner_in_processes_of_their_own(tmp_path: Path) -> None:
+def test_distillation_of_a_painter_with_engines_teacher_and_learner_in_processes_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With rewards as measures, a running mean of the weights and two student engines, whose shares are other batches
     than those of one engine: results agree to rounding."""
     common = {
@@ -37,7 +39,16 @@ def test_distillation_of_a_painter_with_engines_teacher_and_learner_in_processes
     for step in (0, 2):
         pictures = [load_file(run / "images" / f"eval-{step:06d}.safetensors")["media"] for run in (here, there)]
         assert int((pictures[0].int() - pictures[1].int()).abs().max()) <= 1, "rounding may move a pixel by one"
-    processes = json.loads((there / "summary.json").read_text())["processes"]
+    summary = json.loads((there / "summary.json").read_text())
+    node = summary["placement"]["rank 0 of the learner"]["node"]
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("placement: ")] == [
+        f"placement: student, 2 processes: {node} (2 × 1 CPU)",
+        f"placement: teacher other, 1 process: {node} (1 CPU)",
+        f"placement: learner, 1 process: {node} (1 CPU)",
+        f"placement: agent loops, 1 process: {node} (1 CPU)",
+    ]
+    assert len(summary["placement"]) == 5
+    processes = summary["processes"]
     assert {"student, replica 0", "student, replica 1", "teacher 'other', replica 0"} <= processes.keys()
     assert len({start["pid"] for starts in processes.values() for start in starts}) == len(processes)
     weights = [

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster as Nodes
 from ray.exceptions import ActorDiedError
 
 from tutelage.backends.placement import QUEUE_CPUS
-from tutelage.backends.ray.cluster import ActorSpec, Cluster
+from tutelage.backends.ray.cluster import ActorSpec, Cluster, gpu_ids
 from tutelage.backends.ray.faults import all_within, needing
 from tutelage.backends.ray.handles import ActorHandle
 from tutelage.config.schema import PoolSettings, RaySettings
@@ -189,6 +189,9 @@ class Located:
     async def gpus(self) -> str:
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
+    async def given(self) -> tuple[str, ...]:
+        return gpu_ids()
+
 
 class Unwilling:
     def __init__(self) -> None:
@@ -226,6 +229,8 @@ def test_replicas_live_on_the_nodes_that_were_chosen_for_them_and_see_their_gpus
         lives = actors[where.bundle.pool, where.bundle.replica].call_sync(Located.node)
         assert where.bundle.straddle or [lives] == [share.node for share in where.shares]
     assert sorted(actors["seeing", replica].call_sync(Located.gpus) for replica in range(2)) == ["0", "1"]
+    assert sorted(actors["seeing", replica].call_sync(Located.given) for replica in range(2)) == [("0",), ("1",)]
+    assert actors["large", 0].call_sync(Located.given) == ()
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from bench import (
     queue_bandwidth,
     report,
     rollout_path,
+    score_cache,
     sides,
     stats,
 )
@@ -449,6 +450,16 @@ def test_both_http_clients_run(capfd: Printed) -> None:
     assert all("ratio" in line for line in printed)
 
 
+def test_the_score_cache_runs_and_both_sides_agree(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Printed
+) -> None:
+    monkeypatch.setenv("TUTELAGE_CACHE", str(tmp_path))
+    score_cache.main(["--tiny", "--model", str(model)])
+    printed = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["sampled", "top_k", "full", "identity", "a"]
+    assert "times as fast as scoring" in printed[-1]
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for both benchmarks that need one."""
@@ -494,5 +505,6 @@ def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
         "flow_step",
         "flow_flat",
         "limits",
+        "score_cache",
     }
     assert scripts - sides_of_it == tried

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import tiny
+import tiny_paint
 from tutelage.assemble import assemble
+from tutelage.config.diffusion import DiffusionConfig
 from tutelage.errors import UserError
 from tutelage.loop import resume, train
+from tutelage.modality import diffusion_models
 from tutelage.models.device import choose_device
 from tutelage.record.callbacks import STOP, Callbacks
 
@@ -86,6 +89,24 @@ def test_the_device_is_said_and_reaches_every_model(tmp_path: Path, monkeypatch:
         assemble(tiny.config(tmp_path, device="auto"), notes.append)
     assert asked == ["auto"]
     assert loaded == ["meta"]
+    assert "device: meta" in notes
+
+
+def test_the_device_reaches_every_diffusion_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutelage.assemble.choose_device", lambda device: "meta")
+    monkeypatch.setattr("tutelage.assemble.device_note", lambda device: f"device: {device}")
+    real, loaded, notes = diffusion_models.load_flow_model, list[str](), list[str]()
+
+    def load(directory: Path, *, dtype: torch.dtype, device: str) -> object:
+        loaded.append(device)
+        return real(directory, dtype=dtype)
+
+    monkeypatch.setattr(diffusion_models, "load_flow_model", load)
+    settings = tiny_paint.settings(tmp_path, student={"dtype": "float32"}, rewards=None)
+    settings |= {"algorithm": {"name": "distill"}}
+    settings |= {"teachers": {"other": {"path": str(tiny_paint.teacher(tmp_path)), "dtype": "float32"}}}
+    assemble(DiffusionConfig.model_validate(settings), notes.append)
+    assert loaded == ["meta", "meta"], "student and teacher"
     assert "device: meta" in notes
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,10 +17,60 @@ import torch
 import tiny
 import tutelage
 from repository import ROOT
+from tutelage.toys import digits
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
+PAIR = ["--student", "{student}", "--teacher", "{teacher}"]
+ARGUMENTS = {
+    "distill": [*PAIR, "--prompts", "{prompts}.jsonl"],
+    "flat_loop": [*PAIR, "--prompts", "{prompts}.txt"],
+    "grpo": ["{student}"],
+    "images": ["{digits}"],
+    "lora": PAIR,
+    "own_loop": ["{student}"],
+    "two_teachers": ["--student", "{student}", "--teachers", "{teacher}", "{student}"],
+}
+"""The arguments of each script, with tiny models in place of those that it would train here first."""
+LAST_LINES = {
+    "distill": r"held-out KL.*: [\d.]+ nats per token before, [\d.]+ after\nthe trained model: runs/distill/model",
+    "flat_loop": r"step 1: loss [\d.]+\nafter: held-out KL [\d.]+, e\.g\. '.*",
+    "grpo": r"right answers to held-out prompts: \d+% before, \d+% after",
+    "images": r"right digits by the judge: \d+% before, \d+% after\nopen runs/images/report.html for the images",
+    "lora": r"trained [\d,]+ of [\d,]+ parameters\nheld-out KL.* after\nthe adapter: runs/lora/adapter",
+    "own_loop": r"right totals of held-out rows: \d+% before, \d+% after",
+    "two_teachers": r"forgets +1 +[\d.]+ +\d+%\nheld-out KL.*: [\d.]+ nats per token before, [\d.]+ after",
+}
+"""What each script prints at its end."""
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models and a few prompts."""
+    root = tmp_path_factory.mktemp("examples")
+    (root / "digits").mkdir()
+    digits.build(root / "digits", seed=0, recipe=replace(digits.RECIPE, steps=1))
+    (root / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in tiny.PROMPTS))
+    tiny.write_prompts(root / "prompts.jsonl")
+    models = {"student": tiny.save(root / "student", seed=1), "teacher": tiny.save(root / "teacher", seed=2)}
+    return {**models, "digits": root / "digits", "prompts": root / "prompts"}
+
+
+def test_every_example_is_run_and_listed() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert scripts == set(ARGUMENTS) == set(LAST_LINES)
+    table = (EXAMPLES / "README.md").read_text()
+    assert {name for name in scripts if f"[`{name}.py`]({name}.py)" in table} == scripts
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_example_runs_for_a_step(name: str, given: dict[str, Path], tmp_path: Path) -> None:
+    arguments = [argument.format_map(given) for argument in ARGUMENTS[name]]
+    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments, "--steps", "1"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(LAST_LINES[name] + r"\n$", ran.stdout), ran.stdout
 
 
 def imported(name: str) -> ModuleType:

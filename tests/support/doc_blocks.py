@@ -44,7 +44,12 @@ from tutelage.rewards.contract import REWARDS
 from tutelage.rollout.contract import LOOPS
 from tutelage.toys.digits import RECIPE, build
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "bench" / "README.md",
+    ROOT / "examples" / "README.md",
+]
 LANGUAGES = ("console", "python", "yaml", "text")
 _FENCE = re.compile(r"(?P<marks>`{3,}|~{3,})(?P<language>.*)")
 _SKIPPED = re.compile(r"<!-- not run here:(?P<reason>.*)-->")
@@ -144,8 +149,8 @@ def furnish(root: Path) -> None:
 
 
 def smaller(words: list[str]) -> list[str]:
-    """Return a command of `tutelage` with tiny models and, if it trains, few steps."""
-    if words[0] != "train":
+    """Return a command of `tutelage` with tiny models and few steps, if it loads models."""
+    if words[0] not in ("train", "doctor"):
         return words
     config = load(words[1], [word for word in words[2:] if "=" in word]).config
     if not isinstance(config, Config):

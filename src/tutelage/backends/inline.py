@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from tutelage.engines.scheduler import InlineScheduler
 from tutelage.learner.ranks import alone
 from tutelage.learner.schedule import Schedule
 from tutelage.learner.step import Learner, Trainable
+from tutelage.models.loading import whole_weights
 from tutelage.models.weights import copy_named
 from tutelage.queue.contract import BatchRef
 from tutelage.record.timeline import Interval
@@ -69,14 +70,21 @@ class InlineBackend:
             await engine.load(engine.version, None)
 
     async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> LearnResult:
+        await self.student.sleep()  # `publish` wakes it
         return await self.learner.learn(ref, rate, schedule, shown)
 
     async def measure(self, ref: BatchRef, columns: Sequence[str]) -> dict[str, Ragged]:
         return await self.learner.measure(ref, columns)
 
     async def publish(self, version: int) -> None:
-        shared = self.student.shares_weights
-        await self.student.load(version, None if shared else self.learner.student.weights)
+        await self.student.load(version, None if self.student.shares_weights else self._weights())
+
+    def _weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The student's weights as its engine takes them."""
+        student = self.learner.student
+        if "whole" in self.student.abilities.weights:
+            return whole_weights(student.model.model).items()
+        return student.weights
 
     @asynccontextmanager
     async def averaged(self, version: int) -> AsyncIterator[None]:

@@ -93,6 +93,40 @@ class Placement:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where a process of a run is, as it says itself."""
+
+    node: str
+    """IP address of the machine"""
+    device: Device
+    devices: tuple[str, ...]
+    """ids of the GPUs that it sees; the CPUs of a replica have none"""
+    cpus: int = 0
+    """CPUs of its replica"""
+
+
+def placement_lines(members: Mapping[str, Sequence[ProcessPlace]]) -> Iterable[str]:
+    """Yield one line for each member: its nodes, and the devices of its processes there."""
+    for member, places in members.items():
+        nodes: dict[str, list[str]] = {}
+        for where in places:
+            held = (
+                f"GPU {', '.join(where.devices)}" if where.device == "gpu" else f"{where.cpus} CPU{plural(where.cpus)}"
+            )
+            nodes.setdefault(where.node, []).append(held)
+        count = f"{len(places)} process{'es' if len(places) > 1 else ''}"
+        yield f"placement: {member}, {count}: " + "; ".join(
+            f"{node} ({_counted(held)})" for node, held in nodes.items()
+        )
+
+
+def _counted(held: Sequence[str]) -> str:
+    """Format equal entries as `4 × 1 CPU`."""
+    counts = {each: held.count(each) for each in held}
+    return ", ".join(each if count == 1 else f"{count} × {each}" for each, count in counts.items())
+
+
 def bundles(pools: Mapping[str, PoolSettings]) -> tuple[Bundle, ...]:
     """Return the bundles of all replicas of all pools."""
     return tuple(

@@ -32,6 +32,8 @@ class Abilities:
     module: str
     """its module in `tutelage.engines`"""
     makes: Makes
+    package: str = ""
+    """the optional package that it needs; the extra that brings it has the same name"""
     embedded: bool = False
     """computes with a model of this package, in the process that builds it"""
     generates: bool = True
@@ -67,8 +69,10 @@ ENGINES: dict[str, Abilities] = {
     "vllm": Abilities(
         module="vllm",
         makes="text",
+        package="vllm",
         scores=frozenset({"sampled", "top_k", "given", "hidden"}),
         weights=frozenset({"whole"}),
+        spans_devices=True,  # by tensor parallelism
         reproducible=False,  # numbers are drawn from the seed, but vLLM's rounding depends on what shares the batch
         sleeps=True,
     ),

@@ -265,14 +265,14 @@ class TextValidationSettings(ValidationSettings, TextSampling):
 class EngineSettings(Section):
     """Engine settings shared by all modalities."""
 
+    kind: str = ""
+    """Engine that generates."""
     slots: int = Field(32, ge=1)
     """Number of sequences, images or videos that are generated concurrently."""
     pool: Annotated[str, ON_RAY] = "student"
     """Pool of the student's engines, with one engine per replica."""
     score_every: int = Field(8, ge=1)
     """Number of generation steps between two scoring batches while the engine is generating."""
-    kind: str = ""
-    """Engine that generates; each modality has its own."""
 
 
 class TextEngineSettings(EngineSettings):

@@ -29,8 +29,8 @@ def disk(config: Config, algorithm: Algorithm) -> CheckResult:
     if sizes is None:
         return result(status="undecided", found=f"the size of {config.student.path} is not known before it is made")
     one, count = checkpoint_bytes(config, algorithm, sizes), config.checkpoint.keep + 2
-    place, free = free_disk(Path(config.out))
-    found = f"{readable(free)} free at {place}; a checkpoint takes {readable(one)}, at most {count} at once"
+    free = free_disk(Path(config.out))
+    found = f"{readable(free)} free for out = {config.out}; a checkpoint takes {readable(one)}, at most {count} at once"
     todo = "free some space, set out to another disk, or lower checkpoint.keep"
     if free < one:
         return result(status="fail", found=f"{found}: not one fits", todo=todo)
@@ -46,12 +46,12 @@ def checkpoint_bytes(config: Config, algorithm: Algorithm, sizes: Sizes) -> int:
     return size
 
 
-def free_disk(out: Path) -> tuple[Path, int]:
-    """The nearest directory that exists, and the bytes that are free there."""
+def free_disk(out: Path) -> int:
+    """The bytes that are free in a directory, or in the nearest one above it that exists."""
     place = out.absolute()
     while not place.exists():
         place = place.parent
-    return place, shutil.disk_usage(place).free
+    return shutil.disk_usage(place).free
 
 
 def memory(config: Config) -> CheckResult:

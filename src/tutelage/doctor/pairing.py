@@ -71,7 +71,8 @@ def tokenizer(student: Reader, teacher: Reader) -> CheckResult:
             todo="use the teacher's tokenizer.json for the student if that is an accident: the teacher would not write "
             "the text in these pieces",
         )
-    return result(status="ok", found=f"the same {len(mine.vocabulary):,} tokens and ids, on {len(texts)} texts too")
+    found = f"the same {len(mine.vocabulary):,} tokens with the same ids; {len(texts)} texts are split alike"
+    return result(status="ok", found=found)
 
 
 def _difference(student: Reader, teacher: Reader) -> str:
@@ -100,21 +101,19 @@ def special_tokens(student: Reader, teacher: Reader) -> CheckResult:
     ]
     if differ:
         more = f" (and {len(differ) - 3} more)" if len(differ) > 3 else ""
-        todo = (
-            "compare tokenizer_config.json of both; nothing is padded here, so a different pad token alone is harmless"
-        )
+        todo = "compare tokenizer_config.json of both; a different pad token alone is harmless, as nothing is padded"
         return result(status="warn", found="; ".join(differ[:3]) + more, todo=todo)
-    return result(status="ok", found=", ".join(f"{name} {token}" for name, token in mine.items()) or "none in either")
+    named = {name: token for name, token in mine.items() if not name.startswith("id ")}
+    listed = "".join(f"{name} {token}, " for name, token in named.items())
+    return result(status="ok", found=f"the same in both: {listed}{len(mine) - len(named)} added tokens")
 
 
 def _special(path: str) -> dict[str, str]:
-    """The special tokens by name, and how many tokens were added."""
+    """The special tokens by name, but for EOS, and the added tokens by id."""
     loaded = load_tokenizer(path)
     named = {name.removesuffix("_token"): str(token) for name, token in loaded.special_tokens_map.items()}
-    added = sorted(f"{id}:{token.content}" for id, token in loaded.added_tokens_decoder.items())
-    return {name: token for name, token in named.items() if name != "eos"} | {
-        "added tokens": f"{len(added):,}" + (f" ({added[0]} … {added[-1]})" if added else "")
-    }
+    added = {f"id {id}": token.content for id, token in sorted(loaded.added_tokens_decoder.items())}
+    return {name: token for name, token in named.items() if name != "eos"} | added
 
 
 def vocabulary(student: Reader, teacher: Reader) -> CheckResult:
@@ -249,20 +248,16 @@ def _named(reader: SafeTokenizer, ids: Sequence[int]) -> str:
 
 
 def context(config: Config, key: str, reaches: Reaches) -> CheckResult:
-    """A model must take the longest sequence that the recipe allows."""
+    """Beside the longest answer, a model must have room for a prompt. Whether the prompts fit, `lengths` tells."""
     result = partial(_row, "context", about=key)
-    reach, needed = reaches.get(key), config.data.max_prompt_tokens + config.rollout.max_tokens
-    if config.engine.context < needed:
-        found = (
-            f"engine.context = {config.engine.context:,} is less than data.max_prompt_tokens + rollout.max_tokens "
-            f"({needed:,}): the longest prompts leave no room for the longest answers"
-        )
-        return result(status="warn", found=found, todo="raise engine.context, or lower one of the two")
-    if reach is not None and reach.tokens < needed:
-        found = f"{reach}, but data.max_prompt_tokens + rollout.max_tokens is {needed:,}"
-        return result(status="warn", found=found, todo="lower data.max_prompt_tokens to what the model takes")
-    taken = "its config.json sets no limit" if reach is None else f"takes {reach.tokens:,} tokens"
-    return result(status="ok", found=f"{taken}; the longest prompt and answer have {needed:,}")
+    reach, answer = reaches.get(key), config.rollout.max_tokens
+    engine = f"engine.context is {config.engine.context:,}"
+    taken = f"its config.json sets no limit, {engine}" if reach is None else f"takes {reach.tokens:,} tokens, {engine}"
+    room = min(config.engine.context, config.engine.context if reach is None else reach.tokens) - answer
+    if room < 1:
+        todo = f"lower rollout.max_tokens ({answer:,}) or raise engine.context"
+        return result(status="fail", found=f"{taken}: the longest answer leaves no room for a prompt", todo=todo)
+    return result(status="ok", found=f"{taken}: room for prompts of {room:,} tokens beside the longest answer")
 
 
 def temperature(config: Config, name: str) -> CheckResult:

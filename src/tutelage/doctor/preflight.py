@@ -26,7 +26,7 @@ def preflight(parts: Parts) -> list[str]:
     notes = []
     for result in parts.modality.choose(_Quick(parts)):
         if result.name == "disk" and result.status == "fail":
-            raise UserError(f"out: {result.found}. To go on, {result.todo}")
+            raise UserError(f"disk: {result.found}. To go on, {result.todo}")
         if result.status in ("warn", "fail"):
             notes.append(f"{result.title}: {result.found}. To change that, {result.todo}")
     return notes

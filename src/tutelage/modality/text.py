@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from tutelage.data.prompts import Prompts
 from tutelage.data.trajectory import Trajectory
 from tutelage.engines.contract import Engine, Sampling, Want
 from tutelage.engines.registry import Role
-from tutelage.errors import UserError
+from tutelage.errors import UserError, missing_extra
 from tutelage.learner.ranks import Ranks
 from tutelage.learner.step import Learner
 from tutelage.modality.contract import ByModality, Checked, E, Embedded, Modality, Spread
@@ -71,7 +72,13 @@ class TextModality(Modality):
         """what is known of teachers behind a URL, after `check_engines`"""
 
     def require_packages(self) -> None:
-        """Everything that text needs is always installed."""
+        config = self.config
+        engines = {"engine.kind": config.engine.kind}
+        engines |= {f"teachers.{name}.engine.kind": teacher.engine.kind for name, teacher in config.teachers.items()}
+        for key, kind in engines.items():
+            package = ENGINES[kind].package
+            if package and find_spec(package) is None:
+                raise missing_extra(f"{key}: {kind}", package, package)
 
     def _demands(self) -> Iterator[Demand]:
         config, student = self.config, ("engine.kind", self.config.engine.kind)
@@ -297,7 +304,16 @@ class TextModality(Modality):
         return self.tokenizer.pieces(ids)
 
     def notes(self) -> list[str]:
-        return [*self._truncation_notes(), *self._evaluation_notes()]
+        return [*self._engine_notes(), *self._truncation_notes(), *self._evaluation_notes()]
+
+    def _engine_notes(self) -> list[str]:
+        kind = self.config.engine.kind
+        if ENGINES[kind].reproducible:
+            return []
+        return [
+            f"engine {kind}: answers depend on their seeds and, by rounding, on what shares their batch: a request "
+            "that is repeated after a failure may get another answer, and a resumed run may differ"
+        ]
 
     def _evaluation_notes(self) -> list[str]:
         config = self.config

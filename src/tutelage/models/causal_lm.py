@@ -27,6 +27,8 @@ from tutelage.models.llama_decode import LlamaDecoder, llama_decoder
 from tutelage.models.packing import Pack, PrefixEntry, Sight, pack
 from tutelage.policy.text import wide
 
+_HALF = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
@@ -130,6 +132,19 @@ class CausalLM:
             out = self.backbone(input_ids=tokens[None].to(self.device), use_cache=False)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Compute in float32 inside, with the same weights; they are as they were afterwards."""
+        narrow = [t for t in (*self.model.parameters(), *self.model.buffers()) if t.dtype in _HALF]
+        before = [tensor.data for tensor in narrow]
+        try:
+            for tensor in narrow:
+                tensor.data = tensor.data.float()
+            yield
+        finally:
+            for tensor, data in zip(narrow, before, strict=True):
+                tensor.data = data
 
     def _pass(self, packed: Pack, *, capture: bool) -> tuple[Tensor, PackPlan]:
         self._require_reach(max((s.position + s.end - s.start for s in packed.segments), default=0))

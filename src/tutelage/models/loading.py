@@ -44,11 +44,12 @@ def load_causal_lm(
     settings: ModelSettings,
     *,
     device: str = "cpu",
-    attention: str = "sdpa",
+    attention: str | None = None,
     progress: Report | None = None,
     dtype: torch.dtype | None = None,
 ) -> PreTrainedModel:
-    """Load a model in evaluation mode. `attention` is the attn_implementation of transformers.
+    """Load a model in evaluation mode. `attention` is the attn_implementation of transformers; None lets transformers
+    choose, because some architectures (gpt_oss) have no "sdpa".
 
     `dtype` overrides the one that the settings choose for this device. `progress` receives messages about the dtype,
     disabled dropout and removed layers.
@@ -229,7 +230,9 @@ def _without_dropout(config: PretrainedConfig) -> Iterator[str]:
             yield f"{key} set from {value} to 0"
 
 
-def _load_weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _load_weights(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel:
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
     if attention == NAME:
         attention = _pack_attention(directory, config)

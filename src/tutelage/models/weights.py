@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tutelage.models.sources import ModelError
 
@@ -20,6 +21,17 @@ def narrow(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the trained parameters to this dtype in place. Call this before their values are used."""
     for _, parameter in trainable(model):
         parameter.data = parameter.data.to(dtype)
+
+
+def with_tied_head(named: Iterable[tuple[str, Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Repeat the embedding under the name of the output head if the two are tied."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    names = [f"{modules[id(end)]}.weight" for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    tied = bool(model.config.get_text_config().tie_word_embeddings)
+    for name, tensor in named:
+        yield name, tensor
+        if tied and name == names[0]:
+            yield names[1], tensor
 
 
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -126,10 +126,16 @@ def reference_gap(metrics: Mapping[str, float]) -> str | None:
     """How well the learner's log-probs agree with the model's own; measured in a run's first step."""
     if "reference_gap" not in metrics:
         return None
-    return (
+    found = (
         f"reference_gap {metrics['reference_gap']:.2g} nats (at most {metrics['reference_gap_max']:.2g}): how far "
         "the learner's log-probs are from the model's own forward pass, on rows of this run's first batch"
     )
+    if "reference_rounding" in metrics:
+        found += (
+            ". This is rounding: half precision moves the model's own log-probs by "
+            f"{metrics['reference_rounding']:.2g} nats on average. For exacter log-probs, set student.dtype to float32"
+        )
+    return found
 
 
 def server_failures(teachers: Mapping[str, Any]) -> list[str]:

@@ -40,10 +40,10 @@ class RolloutRequest:
         return self.partition == "train"
 
     def seed_of(self, prompt: Prompt, sample: int) -> int:
-        """Return the seed of an episode. A held-out row has the same seed in every evaluation; in training, every
-        draw of a row has its own."""
-        which = (prompt.uid,) if self.training else (prompt.source, prompt.row)
-        return derive_seed(self.seed, self.partition, *which, sample)
+        """Return the seed of an episode. A held-out row has the same seed in every evaluation, wherever its file is; in
+        training, every draw of a row has its own."""
+        which = prompt.uid if self.training else prompt.row
+        return derive_seed(self.seed, self.partition, which, sample)
 
     def again(self) -> RolloutRequest:
         return replace(self, attempt=self.attempt + 1)

@@ -17,10 +17,12 @@ from tutelage.backends.placement import (
     CannotPlace,
     Node,
     Placement,
+    ProcessPlace,
     bundles,
     describe_cluster,
     left_for_pools,
     place,
+    placement_lines,
 )
 from tutelage.config.schema import PoolSettings
 from tutelage.errors import UserError
@@ -202,3 +204,19 @@ def test_the_queue_keeps_its_cpus() -> None:
 def test_placing_needs_neither_ray_nor_torch() -> None:
     code = "import sys, tutelage.backends.placement\nsys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_where_processes_are_is_one_line_for_each_member() -> None:
+    worker = ProcessPlace("10.0.0.1", "cpu", (), 2)
+    places = {
+        "student": [ProcessPlace("10.0.0.1", "gpu", ("0",)), ProcessPlace("10.0.0.1", "gpu", ("1",))],
+        "teacher big": [ProcessPlace("10.0.0.2", "gpu", ("0",)), ProcessPlace("10.0.0.3", "gpu", ("0", "1"))],
+        "agent loops": [worker, worker, ProcessPlace("10.0.0.2", "cpu", (), 1)],
+        "learner": [ProcessPlace("10.0.0.2", "gpu", ("7",))],
+    }
+    assert list(placement_lines(places)) == [
+        "placement: student, 2 processes: 10.0.0.1 (GPU 0, GPU 1)",
+        "placement: teacher big, 2 processes: 10.0.0.2 (GPU 0); 10.0.0.3 (GPU 0, 1)",
+        "placement: agent loops, 3 processes: 10.0.0.1 (2 × 2 CPUs); 10.0.0.2 (1 CPU)",
+        "placement: learner, 1 process: 10.0.0.2 (GPU 7)",
+    ]

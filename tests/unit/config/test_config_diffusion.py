@@ -63,6 +63,11 @@ REFUSED = {
     "bf16 latents": (["rollout.latents=bfloat16"], "rollout.latents", "changes log-probs by more than an update does"),
     "negative noise": (["rollout.noise_level=-0.1"], "rollout.noise_level", "at least 0"),
     "guidance below 1": (["rollout.guidance=0.5"], "rollout.guidance", "at least 1"),
+    "cached scores": (
+        ["teachers.main={path: models/master, cache: true}"],
+        "teachers.main.cache",
+        "scores of denoising steps are not cached, only those of tokens: remove the key",
+    ),
     "one step": (["rollout.steps=1"], "rollout.steps", "at least 2"),
     "negative kl": (["algorithm.kl=-1"], "algorithm.kl", "at least 0"),
     "ema of 1": (["optimizer.ema=1"], "optimizer.ema", "below 1"),

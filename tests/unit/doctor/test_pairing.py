@@ -162,10 +162,11 @@ def test_temperatures(tmp_path: Path, student: float, teacher: dict[str, Any], s
     assert says in found.found
 
 
-def test_contexts_that_are_too_short_are_found(tmp_path: Path) -> None:
-    found = checks(tmp_path, data={"max_prompt_tokens": 4000}, engine={"context": 8000})
+def test_contexts_without_room_for_a_prompt_are_found(tmp_path: Path) -> None:
+    found = checks(tmp_path, rollout={"max_tokens": 2048}, engine={"context": 8000})
     for about in ("student", "teachers.main"):
-        assert found["context", about].status == "warn"
-        assert "max_position_embeddings = 2048" in found["context", about].found
-    found = checks(tmp_path, data={"max_prompt_tokens": 2000}, engine={"context": 1000})
-    assert "engine.context = 1,000 is less" in found["context", "student"].found
+        assert found["context", about].status == "fail"
+        assert "takes 2,048 tokens" in found["context", about].found
+    assert checks(tmp_path, rollout={"max_tokens": 900}, engine={"context": 900})["context", "student"].status == "fail"
+    found = checks(tmp_path, rollout={"max_tokens": 48}, engine={"context": 8000})
+    assert "room for prompts of 2,000 tokens" in found["context", "student"].found

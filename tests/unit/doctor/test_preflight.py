@@ -38,7 +38,7 @@ def test_a_run_whose_checkpoints_do_not_fit_the_disk_is_refused(
 ) -> None:
     config = tiny.config(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
-    with pytest.raises(UserError, match=r"out: 1.00 kB free at .*: not one fits. To go on, free some space"):
+    with pytest.raises(UserError, match=r"disk: 1.00 kB free for out = .*: not one fits. To go on, free some space"):
         loop.train(config)
     assert not (tmp_path / "runs" / "run").exists()
 

@@ -265,10 +265,10 @@ def test_evaluations_do_without_hidden_states(
     assert asked
     assert not any(want.hidden for want in asked)
     assert estimated["entropy"] == pytest.approx(exact["entropy"], rel=1e-4)
-    assert estimated["kl"] == pytest.approx(exact["kl"], rel=0.5)
+    assert estimated["kl"] == pytest.approx(exact["kl"], abs=0.1)
     assert ("kl_fixed" in estimated) is ("top1_agreement" in estimated) is writes
     if writes:
-        assert estimated["kl_fixed"] == pytest.approx(exact["kl_fixed"], rel=0.5)
+        assert estimated["kl_fixed"] == pytest.approx(exact["kl_fixed"], abs=0.1)
         assert estimated["top1_agreement"] == pytest.approx(exact["top1_agreement"], abs=1e-6)
     said = capsys.readouterr().out
     assert said.count("log-probs of sampled tokens") == 1

@@ -26,6 +26,7 @@ from tutelage.loop import resume
 from tutelage.modality import text_models
 from tutelage.models import causal_lm, packing
 from tutelage.models.causal_lm import CausalLM
+from tutelage.record import notes
 
 LONG = "0000000000000000001111111111111111111111"
 
@@ -182,6 +183,28 @@ def test_half_precision_may_differ_by_more(
         return
     with pytest.raises(UserError, match="wrong probabilities"):
         check()(model, make_batch(), alone)
+
+
+@pytest.mark.parametrize(("shift", "stops"), [(0.0, False), (1.0, True)])
+def test_large_gaps_pass_where_rounding_explains_them(
+    monkeypatch: pytest.MonkeyPatch, shift: float, stops: bool
+) -> None:
+    """Large weights make sharp logits, which half precision rounds by more than the limit."""
+    model = CausalLM(tiny.model(scale=0.4).to(torch.bfloat16))
+    weights = {name: weight.clone() for name, weight in model.model.state_dict().items()}
+    monkeypatch.setattr(reference, "HALF_LIMIT", 1e-6)
+    shift_learned(monkeypatch, lambda actions: torch.full((actions,), shift))
+    if stops:
+        with pytest.raises(UserError, match="wrong probabilities"):
+            check()(model, make_batch(), alone)
+    else:
+        found = check()(model, make_batch(), alone)
+        assert 0 < found["reference_rounding"] < 1
+        note = notes.reference_gap(found)
+        assert note is not None
+        assert "This is rounding" in note
+    after = model.model.state_dict()
+    assert all(after[name].dtype == weights[name].dtype and torch.equal(after[name], weights[name]) for name in weights)
 
 
 def test_a_window_that_packs_ignore_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

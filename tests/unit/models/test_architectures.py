@@ -20,7 +20,7 @@ from tutelage.models.attention import NAME, KeyValueCache, UnsupportedAttention,
 from tutelage.models.attention_range import reach_of, sights_of
 from tutelage.models.causal_lm import CausalLM, fill_cache
 from tutelage.models.layers import recompute
-from tutelage.models.loading import load_causal_lm
+from tutelage.models.loading import float32_weights, load_causal_lm
 from tutelage.models.packing import pack
 from tutelage.models.small_copy import check_copy, check_files
 from tutelage.models.sources import ModelError
@@ -178,6 +178,16 @@ def test_a_falcon_is_loaded_for_packs(tmp_path: Path) -> None:
     row = rows_of(21)[0]
     with torch.no_grad():
         torch.testing.assert_close(lm.head(lm.forward_pack(pack([row]))), own_logits(model, row), rtol=0, atol=1e-4)
+
+
+def test_the_float32_weights_of_an_architecture_without_sdpa_are_read(tmp_path: Path) -> None:
+    model = small_copy._build(small("gpt_oss"))
+    model.save_pretrained(tmp_path)
+    settings = ModelSettings(path=str(tmp_path), dtype="bfloat16")
+    narrow = load_causal_lm(settings, attention=NAME)
+    weights, expected = float32_weights(settings, narrow), dict(model.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in expected.items())
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe", "mixtral", "gemma3_text"])

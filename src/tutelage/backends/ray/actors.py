@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +23,8 @@ from tutelage.backends import process
 from tutelage.backends.contract import LearnResult
 from tutelage.backends.given import GivenCode
 from tutelage.backends.inline import learner_state, restore_learner, take_seconds, teacher_counts
-from tutelage.backends.ray.cluster import actor_id, node_address
+from tutelage.backends.placement import ProcessPlace
+from tutelage.backends.ray.cluster import actor_id, gpu_ids, node_address
 from tutelage.backends.ray.coordinator import (
     Coordinator,
     ProcessStart,
@@ -32,18 +35,21 @@ from tutelage.backends.ray.coordinator import (
 from tutelage.backends.ray.handles import ActorHandle, Stored
 from tutelage.checkpoint.optimizer_state import seed_rng
 from tutelage.checkpoint.store import Best, Checkpoint
+from tutelage.config.engines import ENGINES
 from tutelage.config.schema import PoolSettings, RunConfig
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Prompt
-from tutelage.engines.contract import AnyOutput, AnyRequest, AnyScoreRequest, Scores
+from tutelage.engines.contract import AnyOutput, AnyRequest, AnyScoreRequest, Engine, Scores
 from tutelage.engines.registry import Role
 from tutelage.engines.scheduler import InlineScheduler
-from tutelage.errors import UserError
+from tutelage.errors import ReplicaGone, UserError
 from tutelage.learner.ranks import Ranks, alone
 from tutelage.learner.schedule import Schedule
 from tutelage.modality import modality_of
 from tutelage.modality.contract import Spread
 from tutelage.models.dtype import choose_dtype
+from tutelage.models.loading import whole_weights
+from tutelage.models.weights import with_tied_head
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.timeline import Interval
 from tutelage.rollout.judges import Judges, reward_pool
@@ -106,8 +112,17 @@ def device_of(name: str, pool: PoolSettings) -> str:
 class Actor:
     """The base of all actors."""
 
+    settings: ProcessConfig
+
     async def pid(self) -> int:
         return os.getpid()
+
+    async def place(self) -> ProcessPlace:
+        """Return where this process is and what it computes on."""
+        pool = self.settings.config.pools[self.settings.pool]
+        if pool.device == "gpu":
+            return ProcessPlace(node_address(), "gpu", gpu_ids())
+        return ProcessPlace(node_address(), "cpu", (), pool.devices)
 
 
 class EngineActor(Actor):
@@ -115,7 +130,7 @@ class EngineActor(Actor):
 
     def __init__(self, settings: ProcessConfig, role: Role, teacher: str, name: str) -> None:
         settings.enter()
-        coordinator = find_coordinator()
+        self.settings, coordinator = settings, find_coordinator()
         config, vocabulary, device = settings.config, settings.vocabulary, settings.device
         self.name = name
         modality = modality_of(config)
@@ -137,23 +152,32 @@ class EngineActor(Actor):
     async def generate(self, request: AnyRequest) -> AnyOutput:
         await self._running()
         start = time.time()
-        answer = await self.engine.generate(request)
+        with _dying_with(self.engine):
+            answer = await self.engine.generate(request)
         self._note("generate", request.id, start)
         return answer
 
     async def score(self, request: AnyScoreRequest) -> Scores:
         await self._running()
         start = time.time()
-        scores = await self.scorer.score(request)
+        with _dying_with(self.engine):
+            scores = await self.scorer.score(request)
         self._note("score", "/".join(map(str, request.key)), start)
         return scores
 
     async def load(self, version: int, buckets: list[WeightBucket]) -> None:
         """Load weights of the learner, bucket by bucket."""
-        await self.engine.load(version, (named for bucket in buckets for named in bucket.get()))
+        with _dying_with(self.engine):
+            await self.engine.load(version, (named for bucket in buckets for named in bucket.get()))
 
     async def forget_prefixes(self) -> None:
-        await self.engine.load(self.engine.version, None)
+        with _dying_with(self.engine):
+            await self.engine.load(self.engine.version, None)
+
+    async def sleep(self) -> None:
+        """Free the memory of the device until the next weights."""
+        with _dying_with(self.engine):
+            await self.engine.sleep()
 
     async def seconds(self) -> tuple[float, float]:
         return take_seconds([self.engine])
@@ -189,6 +213,17 @@ class EngineActor(Actor):
     def _note(self, kind: Literal["generate", "score"], key: str, start: float) -> None:
         if len(self._intervals) < INTERVALS:
             self._intervals.append(Interval(self.name, kind, key, start, time.time()))
+
+
+@contextmanager
+def _dying_with(engine: Engine) -> Iterator[None]:
+    """End this process if its engine is gone: Ray starts it again, with an engine that has the newest weights, and the
+    requests that it had go to other replicas."""
+    try:
+        yield
+    except ReplicaGone as error:
+        print(f"{type(engine).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class RemoteEngine:
@@ -258,7 +293,7 @@ class RolloutActor(Actor):
 
     def __init__(self, settings: ProcessConfig, name: str) -> None:
         settings.enter()
-        config, coordinator = settings.config, find_coordinator()
+        self.settings, config, coordinator = settings, settings.config, find_coordinator()
         queue, engines = fetch_handles(coordinator)
         balancers = connect_load_balancers(coordinator, name)
         modality = modality_of(config)
@@ -392,8 +427,8 @@ class LearnerActor(Actor):
         return bool(self.learner.student.average)
 
     async def weights(self) -> list[WeightBucket]:
-        """Gather the trained weights, in the dtype of computation, into buckets. All ranks take part; only rank 0
-        returns buckets."""
+        """Gather the weights that engines take, in the dtype of computation, into buckets. All ranks take part; only
+        rank 0 returns buckets."""
         buckets: list[WeightBucket] = []
         bucket: list[tuple[str, Tensor]] = []
         size = 0
@@ -431,4 +466,9 @@ class LearnerActor(Actor):
     def _gathered(self) -> Any:
         from tutelage.learner.fsdp import gather
 
-        return gather(self.learner.student.weights)
+        student = self.learner.student
+        if "whole" not in ENGINES[self.settings.config.engine.kind].weights:
+            return gather(student.weights)
+        if self.count == 1:
+            return whole_weights(student.model.model).items()
+        return with_tied_head(gather(student.weights), student.model.model)

@@ -13,12 +13,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tutelage.backends.contract import LearnResult, report_gaps
 from tutelage.backends.given import GivenCode
+from tutelage.backends.placement import ProcessPlace, placement_lines
 from tutelage.backends.ray.actors import (
     Actor,
     EngineActor,
@@ -40,6 +41,7 @@ from tutelage.backends.ray.faults import all_within, needing
 from tutelage.backends.ray.handles import ActorHandle, Stored
 from tutelage.backends.ray.rollout import RayRollout
 from tutelage.checkpoint.store import Best, Checkpoint, CheckpointStore
+from tutelage.config.engines import ENGINES
 from tutelage.config.pools import pool_members
 from tutelage.config.schema import RunConfig
 from tutelage.data.notes import Report
@@ -82,12 +84,15 @@ class RayBackend:
     queue: TransferSampleQueue
     rollout: RayRollout
     report: Report
+    places: dict[str, ProcessPlace] = field(default_factory=dict)
+    """where each process was when the run started, by its name"""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         processes: list[ActorHandle[Any]] = [ActorHandle(name, actor) for name, actor in self.queue.actors.items()]
         try:
             await self._ready()
+            await self._report_places()
             found = await self._each(self.workers, RolloutActor.gaps)
             report_gaps([gap for gaps in found for gap in gaps], self.report)
             async with needing(processes, self.config.ray.request_deadline, self.queue.release, NO_QUEUE):
@@ -107,6 +112,20 @@ class RayBackend:
         except ReplicaGone as error:
             raise UserError(f"the run cannot start: {error}") from error
 
+    async def _report_places(self) -> None:
+        """Say on which node and devices the processes of each member are."""
+        members: dict[str, Sequence[ActorHandle[Any]]] = {"student": self.engines.student}
+        members |= {f"teacher {name}": replicas for name, replicas in self.engines.teachers.items()}
+        members |= {"reference": self.engines.reference, "learner": self.ranks, "agent loops": self.workers}
+        found: dict[str, list[ProcessPlace]] = {}
+        for member, actors in members.items():
+            for actor in actors:
+                if (place := await self._if_there(actor, Actor.place)) is not None:
+                    self.places[actor.name] = place
+                    found.setdefault(member, []).append(place)
+        for line in placement_lines(found):
+            self.report(line)
+
     def close(self) -> None:
         try:
             self.queue.close()
@@ -117,6 +136,8 @@ class RayBackend:
         await self._each(self.engines.all(), EngineActor.forget_prefixes)
 
     async def learn(self, ref: BatchRef, rate: float, schedule: Schedule, shown: int) -> LearnResult:
+        if ENGINES[self.config.engine.kind].sleeps:
+            await self._each(self.engines.student, EngineActor.sleep)  # `publish` wakes them
         found = await self._all_ranks(LearnerActor.learn, ref, rate, schedule, shown)
         hands = [[row for row in hand if row < shown] for hand in self._hands(ref)]
         return found[0][0], in_order([(hand, part[1]) for hand, part in zip(hands, found, strict=True)])
@@ -190,6 +211,7 @@ class RayBackend:
             "retries": dict(sum((Counter(c["retries"]) for c in workers), Counter())),
             "restarts": {name: len(found) - 1 for name, found in processes.items() if len(found) > 1},
             "processes": processes,
+            "placement": {name: asdict(place) for name, place in self.places.items()},
             "reissued_prompts": self.rollout.reissued,
         }
 

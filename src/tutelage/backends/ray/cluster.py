@@ -137,6 +137,11 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def gpu_ids() -> tuple[str, ...]:
+    """Return the ids of the GPUs that Ray gave to the actor that this process runs."""
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
+
+
 def actor_id() -> str:
     """Return the id of the actor that this process runs. It stays the same when Ray restarts the process."""
     return str(ray.get_runtime_context().get_actor_id())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tutelage.engines.registry import TextSpec
-from tutelage.errors import missing_extra
 
 if TYPE_CHECKING:
     from tutelage.engines.vllm.engine import VllmEngine
@@ -14,8 +12,6 @@ if TYPE_CHECKING:
 
 def build(spec: TextSpec) -> VllmEngine:
     """Build the engine; vLLM starts when it runs."""
-    if find_spec("vllm") is None:
-        raise missing_extra("the engine vllm", "vllm", "vllm")
-    from tutelage.engines.vllm.engine import VllmEngine
+    from tutelage.engines.vllm.engine import VllmEngine  # the host's process does not need it
 
     return VllmEngine(spec)

@@ -40,16 +40,16 @@ from tutelage.engines.vllm.wire import (
     Done,
     Grown,
     HostSettings,
-    Judge,
-    Judged,
     Load,
     Order,
-    Place,
     Ready,
-    Refused,
+    Refusal,
+    ScoreAnswer,
+    ScoreOrder,
     Sleep,
     Spent,
     Stop,
+    TensorPlace,
     Write,
     Written,
     packed,
@@ -112,6 +112,7 @@ class VllmEngine(Engine):
         self._writer: asyncio.StreamWriter | None = None
         self._gone: str | None = "it was not started"
         self._loading = asyncio.Lock()
+        self._asleep = False
 
     # ── the engine contract ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -146,7 +147,7 @@ class VllmEngine(Engine):
         ids = request.ids.tolist() if request.want.given and request.ids is not None else None
         taken, tokens = request.tokens[actions].tolist(), request.tokens[: states[-1] + 1].tolist()
         number = next(self._numbers)
-        order = Judge(number, tuple(request.key), tokens, states, taken, request.want, ids)
+        order = ScoreOrder(number, tuple(request.key), tokens, states, taken, request.want, ids)
         scores: Scores = await self._ask(order)
         return scores
 
@@ -156,18 +157,28 @@ class VllmEngine(Engine):
                 self._tell(Stop(number))
 
     async def load(self, version: int, source: Iterable[tuple[str, Tensor]] | None) -> None:
+        if self._asleep and source is None:
+            raise EngineError("vLLM sleeps and has dropped its weights: it wakes when new ones are loaded")
         async with self._loading:
             with _shared_memory() as memory:
                 places = await asyncio.to_thread(_lay_out, memory, source) if source is not None else None
                 file = f"/proc/{os.getpid()}/fd/{memory}"
                 await self._ask(Load(next(self._numbers), version, file, places))
+                self._asleep = False
                 if places:
                     self.counts.loads += 1
                     self.counts.load_bytes += os.fstat(memory).st_size
         self.version = version
 
     async def sleep(self) -> None:
+        """Free the memory of the device, if the recipe asks for it. Nothing may be under way, because keys and values
+        are dropped with the weights."""
+        if not self.spec.sleeps:
+            return
+        if self.in_flight:
+            raise EngineError(f"vLLM cannot sleep: {self.in_flight} requests are under way")
         await self._ask(Sleep(next(self._numbers)))
+        self._asleep = True
 
     @property
     def in_flight(self) -> int:
@@ -278,6 +289,8 @@ class VllmEngine(Engine):
         return "\n  ".join([how, *lines])
 
     def _send(self, message: HostSettings | Order) -> None:
+        if self._asleep and isinstance(message, Write | ScoreOrder):
+            raise EngineError("vLLM sleeps: it takes requests again when new weights are loaded")
         if self._gone is not None:
             raise ReplicaGone(f"vLLM does not run: {self._gone}")
         assert self._writer is not None
@@ -288,7 +301,7 @@ class VllmEngine(Engine):
         if self._gone is None:
             self._send(message)
 
-    async def _ask(self, order: Judge | Load | Sleep) -> Any:
+    async def _ask(self, order: ScoreOrder | Load | Sleep) -> Any:
         """Send an order and wait until it has been carried out."""
         future = self._asked[order.number] = asyncio.get_running_loop().create_future()
         try:
@@ -315,11 +328,11 @@ class VllmEngine(Engine):
         elif isinstance(message, Written):
             if (writing := self._writing.get(message.number)) is not None:
                 resolve(writing.future, _generation(writing.request, message, writing.ends))
-        elif isinstance(message, Judged):
+        elif isinstance(message, ScoreAnswer):
             self._answer(message.number, message.scores)
         elif isinstance(message, Done):
             self._answer(message.number, None)
-        elif isinstance(message, Refused):
+        elif isinstance(message, Refusal):
             self._refuse(message.number, EngineError(f"vLLM refuses the request: {message.reason}"))
         elif isinstance(message, Spent):
             self.counts.generate_seconds += message.generate_seconds
@@ -422,13 +435,13 @@ def _shared_memory() -> Iterator[int]:
 
 
 @torch.no_grad()
-def _lay_out(memory: int, source: Iterable[tuple[str, Tensor]]) -> list[Place]:
+def _lay_out(memory: int, source: Iterable[tuple[str, Tensor]]) -> list[TensorPlace]:
     """Write tensors into shared memory, and return where each lies."""
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     offset = 0
     for name, tensor in source:
         here = tensor.detach().to("cpu").contiguous()
-        places.append(Place(name, str(here.dtype).removeprefix("torch."), tuple(here.shape), offset))
+        places.append(TensorPlace(name, str(here.dtype).removeprefix("torch."), tuple(here.shape), offset))
         content = memoryview(here.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while content:
             written = os.pwrite(memory, content, offset)

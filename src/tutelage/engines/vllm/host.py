@@ -20,16 +20,16 @@ from typing import Any
 
 from tutelage.engines.contract import Finish, Scores
 from tutelage.engines.vllm.wire import (
-    Answer,
     Done,
     Grown,
+    HostAnswer,
     HostSettings,
-    Judge,
-    Judged,
     Load,
     Order,
     Ready,
-    Refused,
+    Refusal,
+    ScoreAnswer,
+    ScoreOrder,
     Sleep,
     Spent,
     Stop,
@@ -70,7 +70,7 @@ class Host:
         self.width = int(self._worker("tutelage_start"))
         self.version = 0
         self._waiting: list[tuple[tuple[Any, ...], int, Write, float]] = []
-        self._unjudged: list[tuple[tuple[Any, ...], int, Judge]] = []
+        self._unjudged: list[tuple[tuple[Any, ...], int, ScoreOrder]] = []
         self._arrivals = itertools.count()
         self._writing: dict[int, _Writing] = {}
         self._judging: dict[int, str] = {}
@@ -99,7 +99,7 @@ class Host:
     def _take(self, order: Order) -> None:
         if isinstance(order, Write):
             heapq.heappush(self._waiting, (order.order, next(self._arrivals), order, time.perf_counter()))
-        elif isinstance(order, Judge):
+        elif isinstance(order, ScoreOrder):
             heapq.heappush(self._unjudged, (order.order, next(self._arrivals), order))
         elif isinstance(order, Stop):
             self._stop(order.number)
@@ -121,13 +121,13 @@ class Host:
             if id is not None:
                 self._writing[order.number] = _Writing(order, id, since)
 
-    def _judge(self, order: Judge) -> None:
+    def _judge(self, order: ScoreOrder) -> None:
         # A state that vLLM has cached would not be computed again.
         id = self._add(order, order.tokens, max_tokens=1, skip_reading_prefix_cache=True)
         if id is not None:
             self._judging[order.number] = id
 
-    def _add(self, order: Write | Judge, tokens: list[int], **options: Any) -> str | None:
+    def _add(self, order: Write | ScoreOrder, tokens: list[int], **options: Any) -> str | None:
         """Hand a request to vLLM and return its id; None if vLLM refuses it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -139,7 +139,7 @@ class Host:
         try:
             id: str = self.engine.add_request(str(order.number), {"prompt_token_ids": tokens}, params)
         except ValueError as error:
-            self._send(Refused(order.number, str(error)))
+            self._send(Refusal(order.number, str(error)))
             return None
         return id
 
@@ -190,7 +190,7 @@ class Host:
                     self._written(number, "stop" if output.outputs[0].finish_reason == "stop" else "length")
             elif output.finished and self._judging.pop(number, None) is not None:
                 scored += len(output.prompt_token_ids)
-                self._send(Judged(number, joined(self._worker("tutelage_scores", number))))
+                self._send(ScoreAnswer(number, joined(self._worker("tutelage_scores", number))))
         seconds = time.perf_counter() - started
         writing_now = bool(generated or self._writing)
         self._send(Spent(seconds if writing_now else 0.0, 0.0 if writing_now else seconds, generated, scored, 1))
@@ -219,7 +219,7 @@ class Host:
         """Call a method of the workers, and return the answer of the first."""
         return self.engine.collective_rpc(method, args=args)[0]
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: HostAnswer) -> None:
         self.connection.sendall(packed(answer))
 
 

@@ -49,7 +49,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """One tensor in the memory that engine and host share."""
 
     name: str
@@ -70,7 +70,7 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class ScoreOrder:
     """Score positions of a sequence."""
 
     number: int
@@ -99,7 +99,7 @@ class Load:
     number: int
     version: int
     file: str
-    places: list[Place] | None
+    places: list[TensorPlace] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoreAnswer:
     number: int
     scores: Scores
 
@@ -148,7 +148,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     """vLLM cannot serve a request."""
 
     number: int
@@ -166,13 +166,13 @@ class Spent:
     steps: int
 
 
-Order = Write | Judge | Stop | Load | Sleep
+Order = Write | ScoreOrder | Stop | Load | Sleep
 """From the engine to the host; HostSettings come first."""
-Answer = Ready | Grown | Written | Judged | Done | Refused | Spent
+HostAnswer = Ready | Grown | Written | ScoreAnswer | Done | Refusal | Spent
 """From the host to the engine."""
 
 
-def packed(message: HostSettings | Order | Answer) -> bytes:
+def packed(message: HostSettings | Order | HostAnswer) -> bytes:
     body = pickle.dumps(message, protocol=5)
     return LENGTH.pack(len(body)) + body
 

@@ -26,11 +26,11 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from tutelage.engines.contract import Sampling, Scores
 from tutelage.engines.text_draws import next_tokens
 from tutelage.engines.text_scores import ScoreRule
-from tutelage.engines.vllm.wire import Judge, Place, Write
+from tutelage.engines.vllm.wire import ScoreOrder, TensorPlace, Write
 from tutelage.policy.text import uniform_numbers
 
 ASKED = "tutelage"
-"""Key under which a request's Write or Judge travels in vLLM's sampling parameters."""
+"""Key under which a request's Write or ScoreOrder travels in vLLM's sampling parameters."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class WorkerExtension:
     def tutelage_start(self) -> int:
         """Score where vLLM would compute log-probs of prompts. Returns the width of hidden states."""
         more = self.vllm_config.additional_config
-        self.tutelage_scorer = Scorer(self.model_runner, ScoreRule(more["vocabulary"], more["temperature"]))
+        self.tutelage_scorer = BatchScorer(self.model_runner, ScoreRule(more["vocabulary"], more["temperature"]))
         self.model_runner._get_prompt_logprobs_dict = self.tutelage_scorer
         return int(self.model_runner.model_config.get_hidden_size())
 
@@ -123,7 +123,7 @@ class WorkerExtension:
         """Return the scores of a sequence, part by part, and forget them."""
         return self.tutelage_scorer.parts.pop(number, [])
 
-    def tutelage_load(self, file: str, places: Sequence[Place]) -> None:
+    def tutelage_load(self, file: str, places: Sequence[TensorPlace]) -> None:
         """Take weights from shared memory."""
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -134,7 +134,7 @@ class WorkerExtension:
             os.close(descriptor)
 
 
-class Scorer:
+class BatchScorer:
     """Scores the positions of a batch that requests ask for. vLLM calls it after every forward pass, in place of its
     own log-probs of prompts, with the final hidden states of the batch."""
 
@@ -148,11 +148,11 @@ class Scorer:
         for id, count in scheduled.items():
             request = self.runner.requests[id]
             asked = request.sampling_params.extra_args[ASKED]
-            if isinstance(asked, Judge):
+            if isinstance(asked, ScoreOrder):
                 self._score(id, asked, request.num_computed_tokens, count, hidden)
         return {}
 
-    def _score(self, id: str, asked: Judge, start: int, count: int, hidden: Tensor) -> None:
+    def _score(self, id: str, asked: ScoreOrder, start: int, count: int, hidden: Tensor) -> None:
         """Score the states between `start` and `start + count`."""
         if start == 0:  # also where vLLM has taken the blocks of a request away, so that it starts again
             self.parts[asked.number] = []
@@ -171,7 +171,7 @@ class Scorer:
         return logits.float()
 
 
-def _tensors(memory: mmap.mmap, places: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(memory: mmap.mmap, places: Sequence[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
     """Yield copies: the memory is given back when the last of them has been loaded."""
     for place in places:
         dtype: torch.dtype = getattr(torch, place.dtype)

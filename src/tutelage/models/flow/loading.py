@@ -69,12 +69,16 @@ def _described(directory: Path, library: str | None, kind: str | None, dtype: to
     made = getattr(_LIBRARIES[str(library)], kind)
     if directory.name.startswith("tokenizer"):
         there = (directory / "tokenizer_config.json").is_file()
-        return made.from_pretrained(str(directory), local_files_only=True) if there else None
+        if not there:
+            return None
+        return made.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if directory.name == "scheduler":
-        return made.from_pretrained(str(directory), local_files_only=True)
+        return made.from_config(made.load_config(str(directory), local_files_only=True))
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         if library == "transformers":
-            return made._from_config(made.config_class.from_pretrained(str(directory)), dtype=dtype)
+            return made._from_config(
+                made.config_class.from_pretrained(str(directory), trust_remote_code=False), dtype=dtype
+            )
         model = made.from_config(made.load_config(str(directory), local_files_only=True))
     wide = model._keep_in_fp32_modules or []
     for name, parameter in model.named_parameters():
