@@ -28,27 +28,29 @@ COMPUTES = (
     "toys",
 )
 """Packages and modules that the results of a record depend on."""
-DIFFUSION = (
-    "algorithms/flow.py",
-    "engines/diffusion.py",
-    "evaluation/images.py",
-    "learner/flow.py",
-    "losses/flow.py",
-    "modality/diffusion.py",
-    "models/flow/",
-    "policy/flow.py",
-    "rewards/functions/classifier.py",
-    "rewards/functions/shapes.py",
-    "rollout/loops/diffusion.py",
-    "toys/digits.py",
-    "toys/images.py",
-    "toys/shapes.py",
-)
-"""Parts of them that a text run does not use."""
-CLUSTER = ("queue/ledger_service.py", "queue/transfer")
-"""Parts of them that an inline run does not use."""
-VLLM = ("engines/vllm/",)
-"""Parts of them that a run without vLLM does not use."""
+USED_BY = {
+    "modality: diffusion": (
+        "algorithms/build_flow.py",
+        "algorithms/flow.py",
+        "engines/diffusion.py",
+        "evaluation/images.py",
+        "learner/flow.py",
+        "losses/flow.py",
+        "modality/diffusion",
+        "models/flow/",
+        "policy/flow.py",
+        "rewards/functions/classifier.py",
+        "rewards/functions/shapes.py",
+        "rollout/loops/diffusion.py",
+        "toys/digits.py",
+        "toys/images.py",
+        "toys/shapes.py",
+    ),
+    "runtime: ray": ("queue/ledger_service.py", "queue/transfer"),
+    "kind: vllm": ("engines/vllm/",),
+    "url:": ("engines/http/",),
+}
+"""Parts of them that a run uses only if its recipe has this setting."""
 
 
 def fingerprint(root: Path, recipes: list[str]) -> str:
@@ -82,11 +84,7 @@ def _recipe_files(root: Path, recipes: list[str]) -> set[Path]:
 
 def _code(root: Path, recipes: str) -> list[Path]:
     package = root / "src" / "tutelage"
-    unused = (
-        *(() if "modality: diffusion" in recipes else DIFFUSION),
-        *(() if "runtime: ray" in recipes else CLUSTER),
-        *(() if "kind: vllm" in recipes else VLLM),
-    )
+    unused = tuple(name for setting, names in USED_BY.items() if setting not in recipes for name in names)
     found = []
     for path in package.rglob("*.py"):
         name = path.relative_to(package).as_posix()

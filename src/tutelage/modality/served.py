@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tutelage.config.engines import Abilities
 from tutelage.config.schema import TextTeacherSettings
 from tutelage.data.notes import Report
-from tutelage.engines.http.probe import ServerFindings, finished, probe
 from tutelage.engines.registry import Endpoint
 from tutelage.errors import UserError
 from tutelage.models.attention_range import Reach
 from tutelage.models.tokenizers import SafeTokenizer
+
+if TYPE_CHECKING:
+    from tutelage.engines.http.probe import ServerFindings
 
 HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -55,6 +58,8 @@ def endpoint(settings: TextTeacherSettings) -> Endpoint | None:
 
 def probe_teacher(name: str, settings: TextTeacherSettings, tokenizer: SafeTokenizer, report: Report) -> ServedTeacher:
     """Ask the servers of a teacher what they can do, and report it. Raises UserError if one of them cannot be used."""
+    from tutelage.engines.http.probe import finished, probe
+
     servers = endpoint(settings)
     assert servers is not None
 

@@ -254,3 +254,26 @@ def test_a_replica_that_comes_back_is_waited_for_one_that_does_not_is_not(monkey
         assert hasty.replicas[0].asked == 1, "without a deadline nobody waits"
 
     asyncio.run(main())
+
+
+def test_a_replica_that_says_when_it_is_back_is_asked_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(routing.asyncio, "sleep", sleep)
+    asked: list[str] = []
+
+    async def ask(replica: str) -> str:
+        asked.append(replica)
+        if len(asked) <= 2:
+            raise ReplicaGone(f"{replica} is busy", after={"a": 7.0, "b": 3.0}[replica])
+        return replica
+
+    router = Router("main", ["a", "b"], deadline=60)
+    assert asyncio.run(router.call("key", ask)) in ("a", "b")
+    assert slept == [3.0], "the shorter of the two pauses"
+    assert sorted(asked[:2]) == ["a", "b"]
