@@ -78,7 +78,8 @@ class TextModality(Modality):
         engines |= {f"teachers.{name}.engine.kind": teacher.engine.kind for name, teacher in config.teachers.items()}
         for key, kind in engines.items():
             package = ENGINES[kind].package
-            if package and find_spec(package) is None:
+            found = find_spec(package) if package else None
+            if package and (found is None or found.origin is None):  # a directory of that name is no package
                 raise missing_extra(f"{key}: {kind}", package, package)
 
     def _demands(self) -> Iterator[Demand]:
