@@ -215,7 +215,7 @@ class _Probe:
     async def _gives(self, dialect: wire.Dialect, tokens: Sequence[int], k: int) -> bool:
         try:
             positions = await _patiently(lambda: _log_probs(self.connection, dialect, tokens, k, self.tokenizer.decode))
-            return positions.named is not None and all(len(positions.named(t)) >= k for t in range(1, len(tokens)))
+            return positions.named is not None and min(positions.named(range(1, len(tokens))).widths) >= k
         except (StatusError, WrongAnswer) as error:
             if isinstance(error, StatusError) and error.status not in (400, 422):
                 raise

@@ -9,11 +9,13 @@ All requests ask for temperature 1 and no truncation, so a server that reports p
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +81,15 @@ def largest(tokens: int, k: int) -> int:
     return SPARE_BYTES + (tokens + 1) * (k + 2) * BYTES_PER_TOKEN
 
 
+class Named(NamedTuple):
+    """Tokens that a server names at several positions, one position after the other."""
+
+    widths: list[int]
+    """tokens of each position"""
+    ids: Iterable[int]
+    logp: Iterable[Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Positions:
     """The log-probs of a prompt."""
@@ -86,8 +97,8 @@ class Positions:
     tokens: Sequence[int]
     taken: Sequence[Any]
     """log-prob of each token of the prompt; that of the first one has no meaning"""
-    named: Callable[[int], list[tuple[Any, str]]] | None
-    """log-prob and id of each token that the server names at a position; None if it does not name ids"""
+    named: Callable[[Sequence[int]], Named] | None
+    """the tokens that the server names at some positions; None if it does not name ids"""
     compared: int
     """tokens whose ids or strings were compared with ours"""
 
@@ -139,8 +150,10 @@ def _prompt_logprobs(choice: Mapping[str, Any], tokens: Sequence[int]) -> Positi
     except (KeyError, TypeError):
         raise WrongAnswer("a position lacks the log-prob of its own token: the server read other tokens") from None
 
-    def named(position: int) -> list[tuple[Any, str]]:
-        return [(entry["logprob"], token) for token, entry in found[position].items()]
+    def named(places: Sequence[int]) -> Named:
+        rows = [found[place] for place in places]
+        entries = chain.from_iterable(map(dict.values, rows))
+        return Named(list(map(len, rows)), map(int, chain.from_iterable(rows)), map(itemgetter("logprob"), entries))
 
     return Positions(tokens, taken, named, len(tokens))
 
@@ -158,10 +171,12 @@ def _echo(choice: Mapping[str, Any], tokens: Sequence[int], text: Text | None) -
             raise WrongAnswer(_other_ids(ids, tokens))
         top = found.get("top_logprobs")
 
-        def named(position: int) -> list[tuple[Any, str]]:
+        def named(places: Sequence[int]) -> Named:
             if not isinstance(top, list):
                 raise WrongAnswer("the answer has no top_logprobs")
-            return [(logp, token.removeprefix(_ID)) for token, logp in top[position].items()]
+            rows = [top[place] for place in places]
+            ids = [int(token.removeprefix(_ID)) for row in rows for token in row]
+            return Named(list(map(len, rows)), ids, chain.from_iterable(map(dict.values, rows)))
 
     else:
         compared = _check_strings(strings, tokens, text)
@@ -218,41 +233,42 @@ def read_scores(positions: Positions, request: ScoreRequest, vocabulary: int) ->
 
 
 def _likeliest(positions: Positions, actions: Sequence[int], k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    ids: list[int] = []
-    values: list[Any] = []
     if positions.named is None:
         raise WrongAnswer("the answer does not name the likeliest tokens by id")
-    for position in actions:
-        try:
-            best = sorted(positions.named(position), reverse=True)
-            likeliest = [value for value, _ in best]
-            total = sum(likeliest)
-            ids += [int(token) for _, token in best[:k]]
-        except (AttributeError, TypeError, KeyError, ValueError, IndexError):
-            raise WrongAnswer(f"the likeliest tokens at position {position} cannot be read") from None
-        if len(best) < k:
-            raise WrongAnswer(f"{len(best)} likeliest tokens at position {position}, not {k}")
-        if not math.isfinite(total):
-            raise WrongAnswer(f"a log-prob at position {position} is not finite")
-        values += likeliest[:k]
-    named, logp = torch.tensor(ids, dtype=torch.int64).reshape(-1, k), log_probs(values).reshape(-1, k)
-    if len(ids) and not 0 <= int(named.min()) <= int(named.max()) < vocabulary:
+    try:
+        named = positions.named(actions)
+        ids, logp = np.fromiter(named.ids, np.int64), np.fromiter(named.logp, np.float32)
+    except (AttributeError, TypeError, KeyError, ValueError, IndexError, OverflowError):
+        raise WrongAnswer("the likeliest tokens of a position cannot be read") from None
+    widths = np.array(named.widths)
+    if widths.min() < k:
+        raise WrongAnswer(f"{widths.min()} likeliest tokens at position {actions[int(widths.argmin())]}, not {k}")
+    if not 0 <= ids.min() <= ids.max() < vocabulary:
         raise WrongAnswer(
-            f"the likeliest tokens have ids from {min(ids)} to {max(ids)}; the student's end at {vocabulary - 1}"
+            f"the likeliest tokens have ids from {ids.min()} to {ids.max()}; the student's end at {vocabulary - 1}"
         )
-    if len(ids) and float(logp.logsumexp(-1).max()) > ROUNDING:
+    _check(logp)
+    # A server names its k likeliest tokens and, where it is not among them, the token of the prompt.
+    place = np.arange(widths.max()) < widths[:, None]
+    table, tokens = np.full(place.shape, -np.inf, np.float32), np.zeros(place.shape, np.int64)
+    table[place], tokens[place] = logp, ids
+    order = np.argsort(-table, axis=1, kind="stable")[:, :k]
+    best = np.take_along_axis(table, order, axis=1)
+    if np.exp(best).sum(axis=1).max() > 1 + ROUNDING:
         raise WrongAnswer("the probabilities of the likeliest tokens add up to more than 1")
-    return named, logp
+    return torch.from_numpy(np.take_along_axis(tokens, order, axis=1)), torch.from_numpy(best)
 
 
 def log_probs(values: Sequence[Any]) -> Tensor:
     """Check log-probs. Raises WrongAnswer for anything that is not a finite number up to 0."""
     try:
-        found = torch.tensor(values, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
+        found = np.fromiter(values, np.float32)
+    except (TypeError, ValueError, OverflowError):
         raise WrongAnswer("a log-prob is not a number") from None
-    if found.dim() != 1:
-        raise WrongAnswer("a log-prob is not a number")
-    if len(values) and not LOWEST < float(found.min()) <= float(found.max()) <= ROUNDING:
-        raise WrongAnswer(f"log-probs from {float(found.min()):g} to {float(found.max()):g} are none")
-    return found
+    _check(found)
+    return torch.from_numpy(found)
+
+
+def _check(logp: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+    if len(logp) and not LOWEST < logp.min() <= logp.max() <= ROUNDING:  # false for NaN
+        raise WrongAnswer(f"log-probs from {logp.min():g} to {logp.max():g} are none")
