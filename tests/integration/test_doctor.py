@@ -12,7 +12,9 @@ import yaml
 import faulty
 import tiny
 import tiny_paint
+from completions_server import MODEL, Completions, serve
 from tutelage.cli import main
+from tutelage.engines.http import probe
 
 pytestmark = pytest.mark.slow
 Rows = dict[str, dict[str, str]]
@@ -27,10 +29,14 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     faulty.register(monkeypatch)
 
 
+def heldout_data(root: Path) -> dict[str, str]:
+    heldout = tiny.write_prompts(root / "heldout.jsonl", [f"Held-out question {i}?" for i in range(12)])
+    return {"train": str(root / "prompts.jsonl"), "validation": str(heldout)}
+
+
 def recipe(root: Path, kind: str = "torch", teacher: dict[str, Any] | None = None, **sections: Any) -> Path:
     """A recipe with held-out prompts of its own and a teacher on the engine of that name."""
-    heldout = tiny.write_prompts(root / "heldout.jsonl", [f"Held-out question {i}?" for i in range(12)])
-    data = {"train": str(root / "prompts.jsonl"), "validation": str(heldout), **sections.pop("data", {})}
+    data = {**heldout_data(root), **sections.pop("data", {})}
     main_teacher = {"path": str(root / "teacher"), "dtype": "float32", "engine": {"kind": kind}, **(teacher or {})}
     return tiny.recipe(root, data=data, teachers={"main": main_teacher}, **sections)
 
@@ -232,6 +238,7 @@ def test_a_student_that_paints_gets_the_checks_that_apply(tmp_path: Path, capsys
         "columns",
         "duplicates",
         "held-out overlap",
+        "memory",
         "threads",
         "dtype",
     }
@@ -258,3 +265,36 @@ def test_the_table_has_a_row_for_each_check_and_fits_100_columns(
     assert any(line.startswith("fail     determinism           teachers.main  ") for line in lines), lines
     assert "→ switch off dropout" in " ".join(lines)
     assert ", 3 fail, " in lines[-1], "determinism, teacher scores and alignment"
+
+
+# ── teachers behind a URL ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def served_recipe(root: Path, url: str) -> Path:
+    teacher = {"url": url, "model": MODEL, "deadline": 20}
+    return tiny.recipe(root, data=heldout_data(root), algorithm=TOP_K, teachers={"main": teacher})
+
+
+def test_a_server_is_asked_what_it_can_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "STRINGS", 40)
+    tiny.settings(tmp_path)
+    with serve(Completions(tmp_path / "teacher")) as url:
+        code, rows = doctor(served_recipe(tmp_path, url), capsys)
+    assert (code, failing(rows)) == (0, set())
+    assert url in rows["server/main"]["found"]
+    assert "tokenizer" in rows["server/main"]["found"]
+    assert rows["determinism/main"]["status"] == "ok"
+    assert rows["top-k mass/main"]["status"] == "warn", "random models spread their mass"
+    for name in ("teacher scores", "alignment", "headroom"):
+        assert "weights are at its server" in rows[f"{name}/main"]["found"]
+
+
+def test_a_server_that_does_not_answer_is_a_failing_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.settings(tmp_path)
+    code, rows = doctor(served_recipe(tmp_path, "http://127.0.0.1:9/v1"), capsys)
+    assert (code, failing(rows)) == (1, {"start"})
+    assert "teachers.main" in rows["start"]["found"]
+    assert rows["columns"]["status"] == "ok", "the other checks run"
+    assert rows["entropy"]["status"] == "skipped"

@@ -62,7 +62,7 @@ def after_the_probe(act: Callable[[], object]) -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tutelage.modality.served.probe", then)
+        patch.setattr(probe, "probe", then)
         yield
 
 

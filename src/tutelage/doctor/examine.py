@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tutelage.assemble import Parts, assemble
@@ -52,6 +53,8 @@ ON_SAMPLES: tuple[tuple[CheckSection, str], ...] = (
     ("signal", "truncated answers"),
     ("signal", "reward spread"),
 )
+SERVED_ALIKE = 1e-3
+"""Nats by which a server's answers to equal requests may differ."""
 OF_TEACHERS = frozenset({"determinism", "teacher scores", "alignment", "top-k mass", "headroom"})
 
 
@@ -60,7 +63,6 @@ def examine(config: RunConfig, report: Report = silent) -> list[CheckResult]:
     enter(config)
     modality = modality_of(config, report)
     modality.require_packages()
-    modality.check_engines()
     return modality.choose(_Examinations(report))
 
 
@@ -81,13 +83,25 @@ def _of_media(modality: DiffusionModality) -> Iterator[CheckResult]:
     """The checks that do without tokens; the others are listed as skipped."""
     for section, name in (*BEFORE_MODELS, *ON_SAMPLES):
         yield CheckResult(section, name, "skipped", "not for diffusion: the check compares tokens")
+    try:
+        modality.check_engines()
+    except UserError as error:
+        yield _refused(error)
     _, results = _data(modality.config)
     yield from results
     yield CheckResult("data", "lengths", "skipped", "not for diffusion: prompts are cut by the text encoder")
-    yield CheckResult("machine", "memory", "skipped", "not for diffusion: `tutelage plan` does not estimate it yet")
+    try:
+        yield machine.memory(modality.config)
+    except UserError as error:
+        yield CheckResult("machine", "memory", "skipped", str(error))
     yield CheckResult("machine", "disk", "skipped", "not for diffusion: the size of checkpoints is not estimated yet")
     yield machine.threads(modality.config)
     yield machine.dtype(modality.config)
+
+
+def _refused(error: UserError) -> CheckResult:
+    todo = "correct the recipe or the server: `tutelage train` refuses it with the same words"
+    return CheckResult("engines", "start", "fail", str(error), todo)
 
 
 def _data(config: RunConfig) -> tuple[Prompts | None, list[CheckResult]]:
@@ -117,6 +131,9 @@ class TextExamination:
         self.report("prompts")
         self._prompts(reached)
         self._machine()
+        if not self._engines():
+            self._skip(ON_SAMPLES, "an engine cannot do what the recipe asks, see above")
+            return self.found
         if self.config.runtime == "ray":
             inline = "runtime ray: these checks compute in one process; where the models fit, add runtime=inline"
             self._skip(ON_SAMPLES, inline)
@@ -136,7 +153,7 @@ class TextExamination:
         """Return how long a sequence each model takes; None if the files of a model cannot be read."""
         try:
             student = self._reader("student")
-            readers = [self._reader(f"teachers.{name}") for name in self.config.teachers]
+            readers = {n: self._reader(f"teachers.{n}") for n, t in self.config.teachers.items() if not t.url}
             reached = reaches(self.config, self.report)
         except UserError as error:
             todo = "correct the path, or use another model"
@@ -145,6 +162,20 @@ class TextExamination:
             return None
         self.found += pairing_checks(self.config, student, readers, reached)
         return reached
+
+    def _engines(self) -> bool:
+        """Ask the servers of teachers behind a URL, and whether every engine can do what the recipe asks of it."""
+        try:
+            self.modality.check_engines()
+        except UserError as error:
+            self.found.append(_refused(error))
+            return False
+        for name, served in self.modality.served.items():
+            for server in served.servers:
+                found = "; ".join(" ".join(line.split()) for line in server.lines())
+                row = CheckResult("engines", "server", "ok", f"{server.url}: {found}", about=f"teachers.{name}")
+                self.found.append(row)
+        return True
 
     def _reader(self, key: str) -> Reader:
         name = key.removeprefix("teachers.")
@@ -210,31 +241,60 @@ class _OnSamples:
         if not config.teachers:
             reason = "the recipe has no teachers"
             self.found += [CheckResult(s, name, "skipped", reason) for s, name in ON_SAMPLES if name in OF_TEACHERS]
-        for name in config.teachers:
+        for name, settings in config.teachers.items():
             self.report(f"scores of teacher {name}")
-            await self._teacher(backend, limits, samples, name)
+            if settings.url:
+                self._served_teacher(samples, name)
+            else:
+                await self._teacher(backend, limits, samples, name)
         self.found.append(signal.entropy(plain))
         self.found.append(signal.truncated(config, samples))
         self.found.append(signal.reward_spread(samples))
+
+    def _rows_of(self, samples: Samples, name: str) -> list[int]:
+        """The rows of samples that a teacher scores."""
+        route = self.parts.teachers.route
+        return [row for row, key in enumerate(samples.batch.keys) if route(samples.prompt(key)) == name]
+
+    def _served_teacher(self, samples: Samples, name: str) -> None:
+        """The checks of a teacher whose weights are elsewhere: those that need no forward pass of it."""
+        about, result = f"teachers.{name}", partial(CheckResult, "signal")
+        apart = max((server.difference for server in self.modality.served[name].servers), default=0.0)
+        if apart > SERVED_ALIKE:
+            found, todo = f"equal requests differ by up to {apart:.2g} nats", "make the server deterministic"
+            self.found.append(result("determinism", "fail", found, todo, about=about))
+        else:
+            self.found.append(result("determinism", "ok", f"equal requests differ by {apart:.1g} nats", about=about))
+        reason = "the teacher's weights are at its server, so there is no forward pass to compare with"
+        for check in ("teacher scores", "alignment", "headroom"):
+            self.found.append(result(check, "skipped", reason, about=about))
+        rows = self._rows_of(samples, name)
+        self.found.append(signal.top_k_mass(self.parts.algorithm, samples, name, rows))
 
     async def _teacher(self, backend: InlineBackend, limits: Limits, samples: Samples, name: str) -> None:
         parts, config, algorithm = self.parts, self.modality.config, self.parts.algorithm
         want = payload.want(algorithm.payload, algorithm.top_k)
         requests = score_requests(parts, samples, name, want, SAMPLES)
+        try:
+            model = self._model(backend, name)
+        except Exception as error:  # a second copy may not fit, which says nothing about the run
+            reason = f"the teacher could not be loaded once more to compare with ({type(error).__name__}: {error})"
+            rows = [r for r in ON_SAMPLES if r[1] in OF_TEACHERS]
+            self.found += [CheckResult(s, check, "skipped", reason, about=f"teachers.{name}") for s, check in rows]
+            return
         teacher = teachers.ScoredTeacher(
             name,
             parts.teachers.teachers[name].pool,
-            self._model(backend, name),
+            model,
             config.teacher_temperature(name),
             config.student_temperature,
             limits.vocabulary,
         )
-        mine = [row for row, key in enumerate(samples.batch.keys) if parts.teachers.route(samples.prompt(key)) == name]
         student: CausalLM = backend.learner.student.model
         await self._add("determinism", name, teachers.determinism(teacher, requests))
         await self._add("teacher scores", name, teachers.teacher_scores(teacher, requests))
         await self._add("alignment", name, teachers.alignment(config, name, backend, limits, samples, want))
-        self.found.append(signal.top_k_mass(algorithm, samples, teacher, mine))
+        self.found.append(signal.top_k_mass(algorithm, samples, name, self._rows_of(samples, name)))
         await self._add("headroom", name, signal.headroom(parts, self.modality, teacher, student, samples))
 
     def _model(self, backend: InlineBackend, name: str) -> CausalLM:

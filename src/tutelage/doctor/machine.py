@@ -54,7 +54,7 @@ def free_disk(out: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def memory(config: Config) -> CheckResult:
+def memory(config: RunConfig) -> CheckResult:
     """The estimate of `tutelage plan` against what is there."""
     result = partial(_row, "memory")
     planned = plan(config)

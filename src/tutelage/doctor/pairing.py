@@ -5,7 +5,7 @@ No model is loaded, so a run does the quick ones itself before it starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,10 +35,13 @@ class Reader:
     """rows of its output head"""
 
 
-def pairing_checks(config: Config, student: Reader, teachers: Sequence[Reader], reaches: Reaches) -> list[CheckResult]:
-    """All checks of this file."""
+def pairing_checks(
+    config: Config, student: Reader, teachers: Mapping[str, Reader], reaches: Reaches
+) -> list[CheckResult]:
+    """All checks of this file. `teachers` are those whose files are here; the tokenizers of others are probed."""
     found = [end_of_turn(config, student.tokenizer), context(config, student.key, reaches)]
-    for teacher, name in zip(teachers, config.teachers, strict=True):
+    found += [temperature(config, name) for name in config.teachers if name not in teachers]
+    for name, teacher in teachers.items():
         found += [
             tokenizer(student, teacher),
             special_tokens(student, teacher),

@@ -39,9 +39,9 @@ PROMPTS = 32
 OFTEN = 0.5
 
 
-def top_k_mass(algorithm: Algorithm, samples: Samples, teacher: ScoredTeacher, rows: Sequence[int]) -> CheckResult:
+def top_k_mass(algorithm: Algorithm, samples: Samples, teacher: str, rows: Sequence[int]) -> CheckResult:
     """How much of the teacher's distribution the payload names; the rest is one bucket, or is left out."""
-    result = partial(_row, "top-k mass", about=teacher.key)
+    result = partial(_row, "top-k mass", about=f"teachers.{teacher}")
     named = [name for name in ("teacher_topk_logp", "teacher_given_logp") if name in samples.batch.columns]
     if not named:
         found = f"payload {algorithm.payload} names no tokens, so none can be missing"

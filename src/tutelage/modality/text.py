@@ -105,6 +105,11 @@ class TextModality(Modality):
                 remedy = "set data.validation to null"
                 yield Demand(*engine, because, remedy, scores=self.evaluation_want, abilities=able)
 
+    @property
+    def served(self) -> Mapping[str, ServedTeacher]:
+        """What `check_engines` has found out about the servers of teachers behind a URL."""
+        return self._served
+
     def check_engines(self) -> None:
         super().check_engines()
         config = self.config

@@ -22,7 +22,7 @@ def checks(root: Path, **sections: Any) -> dict[tuple[str, str], CheckResult]:
     config = tiny.config(root, **sections)
     student, teacher = (_reader(key, path) for key, path in _paths(config))
     reaches = {key: Reach(2048, "max_position_embeddings") for key in ("student", "teachers.main")}
-    return {(r.name, r.about): r for r in pairing_checks(config, student, [teacher], reaches)}
+    return {(r.name, r.about): r for r in pairing_checks(config, student, {"main": teacher}, reaches)}
 
 
 def _paths(config: Config) -> list[tuple[str, str]]:
@@ -137,7 +137,7 @@ def test_heads_may_be_padded_but_not_shorter_than_the_tokenizer(tmp_path: Path) 
     student, teacher = (_reader(key, path) for key, path in _paths(config))
     padded, short = (Reader(teacher.key, teacher.path, teacher.tokenizer, head) for head in (320, 200))
     results = [
-        next(r for r in pairing_checks(config, student, [reader], {}) if r.name == "vocabulary")
+        next(r for r in pairing_checks(config, student, {"main": reader}, {}) if r.name == "vocabulary")
         for reader in (padded, short)
     ]
     assert [result.status for result in results] == ["ok", "fail"]
