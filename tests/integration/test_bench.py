@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -492,7 +493,7 @@ def test_queue_bandwidth_runs(capfd: Printed) -> None:
 
 def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    started = {line.split("bench.")[1].split()[0] for line in makefile.splitlines() if "-m bench." in line}
+    started = set(re.findall(r"-m bench\.(\w+)", makefile))
     scripts = {path.stem for path in (ROOT / "bench").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
     sides_of_it = {"trl_side", "tutelage_side"}
     assert started <= scripts
@@ -506,5 +507,7 @@ def test_every_benchmark_of_make_bench_has_a_tiny_round() -> None:
         "flow_flat",
         "limits",
         "score_cache",
+        "vllm_score",  # in tests/vllm
     }
     assert scripts - sides_of_it == tried
+    assert "vllm_score.main(" in "".join(path.read_text() for path in (ROOT / "tests" / "vllm").glob("*.py"))
