@@ -294,9 +294,10 @@ def test_one_update_changes_masters_by_the_gradient_that_was_added(name: Any) ->
 # ── other places ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def host(learner: Learner, ranks: int) -> actors.LearnerActor:
+def host(config: Config, learner: Learner, ranks: int) -> actors.LearnerActor:
     """A rank without a cluster."""
     made = object.__new__(actors.LearnerActor)
+    made.settings = actors.ProcessConfig(config, 262, "learner")
     made.learner, made.rank, made.count = learner, 0, ranks
     return made
 
@@ -306,7 +307,7 @@ def test_ranks_publish_what_engines_compute_with(root: Path, monkeypatch: pytest
     config = tiny.config(root, student=BF16)
 
     def published(learner: Learner, ranks: int) -> dict[str, Tensor]:
-        buckets: Sequence[Any] = asyncio.run(host(learner, ranks).weights())
+        buckets: Sequence[Any] = asyncio.run(host(config, learner, ranks).weights())
         return {name: tensor for bucket in buckets for name, tensor in bucket}
 
     one = learner_of(config)

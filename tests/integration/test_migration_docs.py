@@ -80,7 +80,7 @@ def default_of(key: str, algorithm: type[Section]) -> Any:
 
 def written(value: Any) -> str:
     """A default as the pages write it."""
-    if value is PydanticUndefined:
+    if value is PydanticUndefined or value == "":  # a teacher without a path has a url in its place
         return "required"
     return json.dumps(value, ensure_ascii=False).strip('"').replace('"', "")
 
