@@ -59,7 +59,7 @@ def test_the_loop_of_the_docs_makes_two_trajectories_of_an_episode(runner: Runne
 def test_commands_that_are_not_run_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for words in (words for block in BLOCKS if block.language == "console" for words in block.commands()):
-        if words[0].removeprefix(".venv/bin/") == "tutelage":
+        if words[0].removeprefix(".venv/bin/").removeprefix(".venv-vllm/bin/") == "tutelage":
             args = vars(cli._parse(words[1:]))
             if "recipe" in args:
                 load(args["recipe"], args["overrides"])
