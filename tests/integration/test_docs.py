@@ -71,7 +71,8 @@ def test_commands_that_are_not_run_parse(monkeypatch: pytest.MonkeyPatch) -> Non
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), words
         else:
             assert words[1] == "-m", f"unknown command: {shlex.join(words)}"
-            assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+            ours = words[2] != "vllm.entrypoints.openai.api_server"
+            assert not ours or (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
