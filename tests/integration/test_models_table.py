@@ -69,3 +69,8 @@ def test_a_crash_or_a_hang_is_the_result_of_one_type(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run, "SECONDS", 0.2)
     monkeypatch.setattr(run, "compare", lambda kind: time.sleep(60))
     assert run._apart("llama").reason == "the comparison took longer than 0 s"
+
+
+def test_the_readme_has_the_counts_of_the_table() -> None:
+    exact = sum(result.status == "exact" for result in STORED.values())
+    assert f"{exact} of the {len(STORED)} causal language model types" in (ROOT / "README.md").read_text()
