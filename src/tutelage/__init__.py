@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from tutelage.algorithms.objectives import register_objective as objective
     from tutelage.api import FinishedRun, distill, flow_grpo, grpo, load_model, ppo, resume, train
     from tutelage.config.schema import Config
+    from tutelage.data.messages import Message
     from tutelage.data.seeds import derive_seed
-    from tutelage.data.trajectory import Episode, Key, Message, Prompt, Trajectory
+    from tutelage.data.trajectory import Episode, Key, Prompt, Trajectory
     from tutelage.engines.contract import GenerateRequest, Sampling, ScoreRequest, Want
     from tutelage.engines.scheduler import InlineScheduler
     from tutelage.engines.torch_lm import TorchEngine
@@ -85,7 +86,7 @@ _HOMES = {
     "InlineScheduler": "tutelage.engines.scheduler:InlineScheduler",
     "Key": "tutelage.data.trajectory:Key",
     "LoopContext": "tutelage.rollout.contract:LoopContext",
-    "Message": "tutelage.data.trajectory:Message",
+    "Message": "tutelage.data.messages:Message",
     "Prompt": "tutelage.data.trajectory:Prompt",
     "Sampling": "tutelage.engines.contract:Sampling",
     "ScoreRequest": "tutelage.engines.contract:ScoreRequest",

@@ -20,11 +20,11 @@ from typing import Any, overload
 
 from tutelage.config.schema import DataSettings, RunConfig
 from tutelage.config.start import is_hub_id
+from tutelage.data.messages import ROLES, Message
 from tutelage.data.notes import Report, silent
-from tutelage.data.trajectory import Message, Prompt
+from tutelage.data.trajectory import Prompt
 from tutelage.errors import UserError
 
-ROLES = ("system", "user", "assistant", "tool")
 AGENT_LOOP_COLUMN = "agent_loop"
 FORMATS = ".jsonl, .parquet or a directory written by datasets' save_to_disk"
 SHOWN_ROWS = 10
@@ -346,7 +346,7 @@ def _messages(items: list[Any], column: str, mistakes: list[str]) -> tuple[Messa
             mistakes.append(f"{name} must be an object with role and content, got {_kind(item)}")
             continue
         messages.append(_message(item, name, mistakes))
-    if len(mistakes) == before and not any(message.content.strip() for message in messages):
+    if len(mistakes) == before and not any(message.text.strip() for message in messages):
         mistakes.append(f"the prompt {column!r} is empty: no message has content")
     return tuple(messages)
 
@@ -410,7 +410,8 @@ def _kind(value: Any) -> str:
 def _digest(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        content = (prompt.messages, prompt.text, prompt.ground_truth, prompt.agent_loop, prompt.columns)
+        messages = [message.identity for message in prompt.messages]
+        content = (messages, prompt.text, prompt.ground_truth, prompt.agent_loop, prompt.columns)
         digest.update(json.dumps(content, sort_keys=True, default=repr).encode("ascii") + b"\n")
     return digest.hexdigest()
 

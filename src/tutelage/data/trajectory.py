@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tutelage.data.messages import Message
 from tutelage.data.ragged import Ragged
 
 
@@ -62,13 +63,6 @@ class Key(NamedTuple):
         return f"{self.partition}/prompt {self.uid}/sample {self.sample}/attempt {self.attempt}/trajectory {self.index}"
 
 
-class Message(NamedTuple):
-    """One chat message."""
-
-    role: str
-    content: str
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of a prompt file, as drawn."""
@@ -94,8 +88,8 @@ class Prompt:
         """What is asked, as people read it: the plain prompt, or the last user message."""
         if self.text is not None:
             return self.text
-        users = [m.content for m in self.messages if m.role == "user"]
-        return users[-1] if users else self.messages[-1].content
+        users = [m.text for m in self.messages if m.role == "user"]
+        return users[-1] if users else self.messages[-1].text
 
     def __str__(self) -> str:
         return f"row {self.row} of {self.source}"

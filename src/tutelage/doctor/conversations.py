@@ -3,7 +3,7 @@ several scripts, and with characters that templates and tokenizers treat special
 
 from __future__ import annotations
 
-from tutelage.data.trajectory import Message
+from tutelage.data.messages import Message
 
 Conversation = tuple[Message, ...]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tutelage.config.schema import Config
-from tutelage.data.trajectory import Message
+from tutelage.data.messages import Message
 from tutelage.doctor.conversations import CONVERSATIONS, Conversation, outline
 from tutelage.doctor.result import CheckResult
 from tutelage.errors import UserError
@@ -64,7 +64,7 @@ def tokenizer(student: Reader, teacher: Reader) -> CheckResult:
     if mine.vocabulary != theirs.vocabulary:
         todo = "use a teacher of the student's model family: it scores the student's token ids as they are"
         return result(status="fail", found=_difference(student, teacher), todo=todo)
-    texts = [message.content for conversation in CONVERSATIONS for message in conversation]
+    texts = [message.text for conversation in CONVERSATIONS for message in conversation]
     other = [text for text in texts if mine.encode(text) != theirs.encode(text)]
     if other:
         return result(

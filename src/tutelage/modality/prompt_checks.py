@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tutelage.config.schema import Config
+from tutelage.data.messages import Message
 from tutelage.data.notes import Progress, Report, silent, unseen
 from tutelage.data.prompts import PromptSet
-from tutelage.data.trajectory import Message, Prompt
+from tutelage.data.trajectory import Prompt
 from tutelage.errors import UserError
 from tutelage.models.attention_range import Reach
 from tutelage.models.tokenizers import NoChatTemplate, SafeTokenizer

@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tutelage.data.messages import Message
 from tutelage.data.notes import Report
-from tutelage.data.trajectory import Message
 from tutelage.models.sources import ModelError, resolve
 
 _UNFINISHED = "\ufffd"
@@ -80,7 +80,7 @@ class SafeTokenizer:
             raise NoChatTemplate(
                 "the tokenizer has no chat template: set data.template: none to use prompts as plain text"
             )
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [message.for_template() for message in messages]
         try:
             with self._lock:
                 return self._tokenizer.apply_chat_template(turns, **options)

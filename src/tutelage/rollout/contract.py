@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tutelage.data.messages import Message
 from tutelage.data.seeds import derive_seed
-from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.data.trajectory import Episode, EpisodeKey, Prompt, Trajectory
 from tutelage.engines.contract import AnyOutput, AnyRequest, DiffusionOutput, DiffusionSampling, Generation, Sampling
 from tutelage.errors import UserError
 from tutelage.isolation.handover import redefines

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tutelage.data.trajectory import Key, Message, Prompt, Trajectory
+from tutelage.data.messages import Message
+from tutelage.data.trajectory import Key, Prompt, Trajectory
 from tutelage.engines.contract import DiffusionSampling, ScoreRequest, Scores, StepScoreRequest, Want
 from tutelage.errors import UserError
 from tutelage.teachers.pool import TeacherPool

@@ -25,7 +25,8 @@ from tutelage.config.objectives import OBJECTIVES as KNOWN
 from tutelage.config.objectives import PAYLOADS, SERVES
 from tutelage.config.schema import Config, Distill
 from tutelage.config.show import show
-from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.data.messages import Message
+from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Prompt, Trajectory
 from tutelage.errors import UserError
 from tutelage.isolation.contract import Isolation
 from tutelage.learner.schedule import schedule

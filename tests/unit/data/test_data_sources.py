@@ -14,8 +14,9 @@ import torch
 import tiny
 from tutelage.config.load import load
 from tutelage.config.schema import Config, DataSettings
+from tutelage.data.messages import Message
 from tutelage.data.prompts import TRUTH_REWARDS, PromptError, Prompts, load_prompts
-from tutelage.data.trajectory import Message, Prompt, Trajectory
+from tutelage.data.trajectory import Prompt, Trajectory
 from tutelage.loop import train
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.rewards.contract import REWARDS

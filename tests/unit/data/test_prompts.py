@@ -23,8 +23,9 @@ from pyarrow import parquet
 import tiny
 from repository import ROOT
 from tutelage.config.schema import DataSettings
+from tutelage.data.messages import Message
 from tutelage.data.prompts import PromptError, Prompts, PromptSet, PromptStream, load_prompts
-from tutelage.data.trajectory import Message, Prompt
+from tutelage.data.trajectory import Prompt
 
 SHIPPED = ROOT / "recipes" / "data"
 FORMATS = ("jsonl", "parquet", "dataset")
@@ -303,7 +304,7 @@ def test_at_most_ten_bad_rows_are_shown_and_the_rest_counted(tmp_path: Path) -> 
         ([{"role": "user"}], "message 1 of 'prompt' has no content"),
         ([{"role": "user", "content": None}], "message 1 of 'prompt' has no content"),
         ([{"role": "user", "content": ["hi"]}], "content of message 1 of 'prompt' must be a string, got a list"),
-        ([{"role": "human", "content": "hi"}], "unknown role 'human'; expected one of system, user, assistant, tool"),
+        ([{"role": "human", "content": "hi"}], "unknown role 'human'; expected one of system, developer, user, assistant, tool"),
         ([{"role": ["user"], "content": "hi"}], "unknown role"),
         ([{"role": "assistant", "content": "hi", "tool_calls": [1]}], "has tool_calls, which would be lost"),
         ("half \ud83d", "lone surrogate '\\ud83d' at character 6"),

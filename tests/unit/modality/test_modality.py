@@ -12,7 +12,8 @@ import torch
 
 import tiny
 import tiny_paint
-from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.data.messages import Message
+from tutelage.data.trajectory import Episode, EpisodeKey, Prompt, Trajectory
 from tutelage.engines.contract import DiffusionSampling, Sampling
 from tutelage.errors import UserError
 from tutelage.modality import modality_of

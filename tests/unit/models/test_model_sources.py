@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import tiny
-from tutelage.data.trajectory import Message
+from tutelage.data.messages import Message
 from tutelage.errors import UserError
 from tutelage.models import sources
 from tutelage.models.sources import ModelError, resolve, whole_directory

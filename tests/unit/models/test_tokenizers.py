@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import tiny
-from tutelage.data.trajectory import Message
+from tutelage.data.messages import Message
 from tutelage.models.sources import ModelError
 from tutelage.models.tokenizers import SafeTokenizer, compare, load_tokenizer
 

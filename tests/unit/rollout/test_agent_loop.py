@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import tiny
+from tutelage.data.messages import Message
 from tutelage.data.seeds import derive_seed
-from tutelage.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.data.trajectory import Episode, EpisodeKey, GroupKey, Key, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling, ScoreRequest, Want
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine

@@ -13,7 +13,8 @@ import torch
 
 import tiny
 import tutelage
-from tutelage.data.trajectory import COLUMNS, Column, Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.data.messages import Message
+from tutelage.data.trajectory import COLUMNS, Column, Episode, EpisodeKey, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine

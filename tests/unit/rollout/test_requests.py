@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tutelage.data.trajectory import Episode, EpisodeKey, Message, Prompt, Trajectory
+from tutelage.data.messages import Message
+from tutelage.data.trajectory import Episode, EpisodeKey, Prompt, Trajectory
 from tutelage.engines.contract import Sampling, Want
 from tutelage.rollout.loops.diffusion import Diffusion
 from tutelage.rollout.runner import EpisodeDone, RolloutRequest

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import tiny
-from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.data.messages import Message
+from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Key, Prompt, Trajectory
 from tutelage.engines.contract import Want
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine

@@ -14,7 +14,8 @@ from torch import Tensor
 import tiny
 from tutelage import loop
 from tutelage.config.objectives import PayloadName
-from tutelage.data.trajectory import GroupKey, Key, Message, Prompt, Trajectory
+from tutelage.data.messages import Message
+from tutelage.data.trajectory import GroupKey, Key, Prompt, Trajectory
 from tutelage.engines.contract import ScoreRequest, Scores, Want
 from tutelage.engines.scheduler import InlineScheduler
 from tutelage.engines.torch_lm import TorchEngine
