@@ -273,7 +273,7 @@ async def _record(
     recorder.note(notes.reference_gap(metrics))
     teacher_of = parts.teachers.route if parts.teachers.teachers else lambda prompt: None
     kept = config.record.rollouts
-    pieces = parts.modality.pieces if parts.modality.has_text else None
+    pieces = parts.modality.pieces
     rows = await rollout_rows(parts.queue, ref, kept, columns, prompts, pieces, teacher_of, tuple(weights))
     recorder.step(run.step, metrics, await parts.backend.timeline(), rows)
     finishes = [str(ref.tags[key]["finish"]) for key in ref.keys]

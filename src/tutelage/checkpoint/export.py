@@ -40,12 +40,11 @@ def _export(run: Path, out: Path, checkpoint: str, keep_adapter: bool) -> str:
     lora = config.student.model_dump().get("lora")
     weights = "all weights learned" if lora is None else f"a LoRA adapter of rank {lora['rank']} learned"
     kind = "kept apart" if keep_adapter else "merged"
-    own = "transformers" if modality.has_text else "diffusers"
     card = model_card(
         run,
         config,
         found.step,
-        library="peft" if keep_adapter and modality.has_text else own,
+        library=modality.adapter_library if keep_adapter else modality.library,
         weights=weights if lora is None else f"{weights}, {kind}",
     )
     written = modality.export(found.tensors, dtype, out, keep_adapter)

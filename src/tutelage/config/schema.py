@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from tutelage.config.advice import Advice
 from tutelage.config.algorithms import (
     ALGORITHMS,
     AnyAlgorithm,
@@ -500,6 +501,11 @@ class RunConfig(Section):
             raise ValueError(mistake)
         return self
 
+    @property
+    def advice(self) -> Advice:
+        """What the user can do about the things that the run warns of."""
+        return Advice()
+
 
 class Config(RunConfig):
     """Settings of a run that trains a language model."""
@@ -554,6 +560,23 @@ class Config(RunConfig):
                 f"{len(self.teachers)} teachers need data.teacher_column, the column that names each row's teacher"
             )
         return self
+
+    @property
+    def advice(self) -> Advice:
+        rollout = self.rollout
+        cut_off = (
+            f"raise rollout.max_tokens ({rollout.max_tokens}), or engine.context ({self.engine.context}) where that is "
+            "what ends answers",
+            "look at the answers in its rollouts: a student that never ends an answer may lack the end-of-turn token "
+            "of its chat template, or need a string in rollout.stop",
+        )
+        return Advice(
+            cut_off=cut_off if rollout.min_tokens < rollout.max_tokens else (),
+            same_teacher=(
+                "give such a teacher a system_prompt of its own, if it is meant to know more than the student",
+            ),
+            collapsed=(f"raise rollout.temperature ({rollout.temperature:g})",) if rollout.temperature < 1 else (),
+        )
 
     @property
     def student_temperature(self) -> float:

@@ -81,8 +81,10 @@ class Modality(ABC):
     """Builds the parts of one run that depend on what its student makes. `report` gets notes for the user."""
 
     config: RunConfig
-    has_text: ClassVar[bool]
-    """Whether trajectories are made of tokens."""
+    library: ClassVar[str]
+    """The library that loads what `export` writes."""
+    adapter_library: ClassVar[str]
+    """The library that loads an adapter that is kept apart."""
 
     def __init__(self, config: RunConfig, report: Report = silent) -> None:
         self.config, self.report = config, report

@@ -43,7 +43,8 @@ class DiffusionModality(Modality):
     """A run whose student makes images or video. It has no tokens, so no vocabulary is shared."""
 
     config: DiffusionConfig
-    has_text: ClassVar[bool] = False
+    library: ClassVar[str] = "diffusers"
+    adapter_library: ClassVar[str] = "diffusers"
     tokenizer: None = None
 
     def __init__(self, config: DiffusionConfig, report: Report = silent) -> None:

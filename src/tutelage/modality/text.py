@@ -65,7 +65,8 @@ class TextModality(Modality):
     """A run whose student writes. Tokenizers are loaded on first use and kept."""
 
     config: Config
-    has_text: ClassVar[bool] = True
+    library: ClassVar[str] = "transformers"
+    adapter_library: ClassVar[str] = "peft"
 
     def __init__(self, config: Config, report: Report = silent) -> None:
         super().__init__(config, report)

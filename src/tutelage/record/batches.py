@@ -48,7 +48,7 @@ async def rollout_rows(
     kept: str,
     columns: Mapping[str, Ragged],
     prompts: Sequence[Prompt],
-    pieces: Callable[[list[int]], Sequence[str]] | None,
+    pieces: Callable[[list[int]], Sequence[str]],
     teacher_of: Callable[[Prompt], str | None],
     rewards: Sequence[str] = (),
 ) -> list[RolloutRow]:
@@ -58,7 +58,7 @@ async def rollout_rows(
     names the entries of the column reward_parts.
     """
     shown = ref.rows(range(shown_rows(kept, ref)))
-    if not shown.keys or "student_logp" not in columns or pieces is None:
+    if not shown.keys or "student_logp" not in columns or "tokens" not in ref.columns:
         return []
     batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward", "reward_parts"))
     by_uid = {prompt.uid: prompt for prompt in prompts}

@@ -9,7 +9,7 @@ from typing import Any
 
 from tutelage.config.algorithms import Learning, Reinforcement
 from tutelage.config.diffusion import Compared
-from tutelage.config.schema import Config, Distill, Grpo, RunConfig
+from tutelage.config.schema import Distill, Grpo, RunConfig
 
 SAME = 1e-4
 """A divergence from the teacher below this, in nats per token, is what rounding makes of equal weights."""
@@ -32,16 +32,9 @@ def warnings(
 
 def truncated(config: RunConfig, step: int, finishes: Sequence[str]) -> str | None:
     """Advice for a step in which no answer came to its end, unless the recipe wants answers of one length."""
-    if not isinstance(config, Config) or set(finishes) != {"length"}:
+    cures = config.advice.cut_off
+    if not cures or set(finishes) != {"length"}:
         return None
-    if config.rollout.min_tokens == config.rollout.max_tokens:
-        return None
-    cures = [
-        f"raise rollout.max_tokens ({config.rollout.max_tokens}), or engine.context ({config.engine.context}) where "
-        "that is what ends answers",
-        "look at the answers in its rollouts: a student that never ends an answer may lack the end-of-turn token of "
-        "its chat template, or need a string in rollout.stop",
-    ]
     return (
         f"step {step}: all {len(finishes)} answers were cut off before their end, so the student cannot learn to end "
         f"one, and rewards see unfinished answers. If that goes on:{_listed(cures)}\n"
@@ -60,9 +53,8 @@ def same_teacher(config: RunConfig, step: int, metrics: Mapping[str, float]) -> 
     cures = [
         f"check the paths (student.path = {config.student.path}; {paths}): a teacher with the student's own weights "
         "has nothing to teach",
+        *config.advice.same_teacher,
     ]
-    if isinstance(config, Config):
-        cures.append("give such a teacher a system_prompt of its own, if it is meant to know more than the student")
     return (
         f"step {step}: the student already agrees with its teachers (divergence {metrics['divergence']:.2g} "
         f"nats/token), so there is nothing to learn from them.{_listed(cures)}\nThis is said once."
@@ -79,8 +71,7 @@ def collapsed(config: RunConfig, step: int, metrics: Mapping[str, float]) -> str
     if isinstance(algorithm, Reinforcement):
         cures.append(f"raise algorithm.entropy ({algorithm.entropy:g}), the entropy bonus")
         cures.append(f"raise algorithm.kl ({algorithm.kl:g}), which keeps the student near where it started")
-    if isinstance(config, Config) and config.rollout.temperature < 1:
-        cures.append(f"raise rollout.temperature ({config.rollout.temperature:g})")
+    cures += config.advice.collapsed
     return (
         f"step {step}: the student's entropy has collapsed ({metrics['entropy']:.2g} nats/token): it gives practically "
         f"the same answer every time, so there is nothing to compare. Unless it is as good as you want it:"

@@ -304,7 +304,10 @@ def test_at_most_ten_bad_rows_are_shown_and_the_rest_counted(tmp_path: Path) -> 
         ([{"role": "user"}], "message 1 of 'prompt' has no content"),
         ([{"role": "user", "content": None}], "message 1 of 'prompt' has no content"),
         ([{"role": "user", "content": ["hi"]}], "content of message 1 of 'prompt' must be a string, got a list"),
-        ([{"role": "human", "content": "hi"}], "unknown role 'human'; expected one of system, developer, user, assistant, tool"),
+        (
+            [{"role": "human", "content": "hi"}],
+            "unknown role 'human'; expected one of system, developer, user, assistant, tool",
+        ),
         ([{"role": ["user"], "content": "hi"}], "unknown role"),
         ([{"role": "assistant", "content": "hi", "tool_calls": [1]}], "has tool_calls, which would be lost"),
         ("half \ud83d", "lone surrogate '\\ud83d' at character 6"),

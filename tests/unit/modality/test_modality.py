@@ -36,7 +36,7 @@ def test_the_config_chooses_the_modality(tmp_path: Path) -> None:
     text, media = modality_of(tiny.config(tmp_path)), modality_of(tiny_paint.config(tmp_path))
     assert isinstance(text, TextModality)
     assert isinstance(media, DiffusionModality)
-    assert (text.has_text, media.has_text) == (True, False)
+    assert (text.library, media.library) == ("transformers", "diffusers")
     assert text.tokenizer is not None
     assert media.tokenizer is None
 
