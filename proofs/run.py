@@ -2,6 +2,7 @@
 
     python proofs/run.py                    every proof
     python proofs/run.py quickstart         some proofs
+    python proofs/run.py --confirm          confirm stale records by their first steps
     python proofs/run.py --table            only regenerate docs/proofs.md
 
 Each proof writes `proofs/NAME.json`: what was run (commit, command, machine, seeds), the held-out metrics before and
@@ -28,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from table import fingerprint, write_page  # beside this file
+from confirm import STEPS, confirm, trace  # beside this file
+from table import fingerprint, recipes_of, rows, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 WITH_VLLM = ROOT / ".venv-vllm" / "bin" / "python"
@@ -339,7 +341,38 @@ def prove(name: str) -> bool:
 
 def _record(outcome: Outcome) -> dict[str, Any]:
     kept = {"command": outcome.command, "seed": outcome.seed, **outcome.summary["eval"]}
-    return {**kept, "seconds": outcome.summary["seconds"], "steps": outcome.summary["steps"]}
+    kept |= {"seconds": outcome.summary["seconds"], "steps": outcome.summary["steps"]}
+    return {**kept, "trace": trace(outcome.steps, outcome.evaluations)}
+
+
+def reconfirm(name: str) -> bool:
+    """Confirm a record by its first steps, and write that into it. One whose environment is missing is skipped."""
+    path = ROOT / "proofs" / f"{name}.json"
+    record = json.loads(path.read_text())
+    if name in NEEDS and not NEEDS[name].exists():
+        print(f"{name}: skipped, because {NEEDS[name].relative_to(ROOT)} is not there")
+        return True
+    again = f"run the proof again: python proofs/run.py {name}"
+    commit, recipes = _git("rev-parse", "HEAD"), recipes_of(record)
+    with tempfile.TemporaryDirectory(prefix="tutelage-proof-") as directory:
+        try:
+            found = confirm(record, ROOT, Path(directory), str(NEEDS.get(name, sys.executable)))
+        except LookupError as error:
+            print(f"{name}: not confirmed: {error}; {again}")
+            return False
+    if not found.holds:
+        print(f"{name}: not confirmed: {found.where}; {again}")
+        return False
+    said = "the same bits" if found.difference == 0 else f"equal to {found.difference:.1g} ({found.where})"
+    print(f"{name}: confirmed, {STEPS} steps with {said}")
+    record["confirmed"] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "fingerprint": fingerprint(ROOT, recipes),
+        "difference": found.difference,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return True
 
 
 def at_least(text: str, figure: float, bound: float) -> Claim:
@@ -366,12 +399,17 @@ def _cpu() -> str:
 
 
 def main() -> int:
-    asked = [word for word in sys.argv[1:] if word != "--table"]
+    asked = [word for word in sys.argv[1:] if word not in ("--table", "--confirm")]
     unknown = [name for name in asked if name not in PROOFS]
     if unknown:
         print(f"no proof is named {', '.join(unknown)}; there are {', '.join(PROOFS)}", file=sys.stderr)
         return 2
-    outcomes = [] if "--table" in sys.argv[1:] else [prove(name) for name in asked or PROOFS]
+    outcomes = []
+    if "--confirm" in sys.argv[1:]:
+        stale = [row["proof"] for row in rows(ROOT) if row["stale"]]
+        outcomes = [reconfirm(name) for name in asked or stale]
+    elif "--table" not in sys.argv[1:]:
+        outcomes = [prove(name) for name in asked or PROOFS]
     write_page(ROOT)
     return 0 if all(outcomes) else 1
 

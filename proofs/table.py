@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,15 @@ def rows(root: Path) -> list[dict[str, Any]]:
     """Return all records sorted by name, with `stale` added."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / "proofs").glob("*.json"))]
     for record in records:
-        recipes = {
-            re.findall(r"recipes/([\w/]+)\.yaml", r["command"])[0] for r in (*record["runs"], *record["control"])
-        }
-        record["stale"] = record["fingerprint"] != fingerprint(root, sorted(recipes))
+        seen = {record["fingerprint"], record.get("confirmed", {}).get("fingerprint")}
+        record["stale"] = fingerprint(root, recipes_of(record)) not in seen
     return records
+
+
+def recipes_of(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the recipes that a record is about."""
+    runs = (*record["runs"], *record["control"])
+    return sorted({re.findall(r"recipes/([\w/]+)\.yaml", run["command"])[0] for run in runs})
 
 
 def page(root: Path) -> str:
@@ -126,13 +131,15 @@ def page(root: Path) -> str:
         "",
         "`make prove` runs every recipe below with its control, on a CPU, and writes `proofs/NAME.json`; this page is",
         "made from those files. *Stale* means that the recipe, or the code that runs it, has changed since.",
+        "*Confirmed* means that the first steps gave the same figures again with the code of that day.",
         "",
         "| proof | state | claim | seen | on |",
         "|---|---|---|---|---|",
     ]
     for record in rows(root):
         state = ("proven" if record["passed"] else "**not proven**") + (", stale" if record["stale"] else "")
-        day = record["date"][:10]
+        day, again = record["date"][:10], record.get("confirmed", {}).get("date", "")[:10]
+        day += f", confirmed {again}" if again else ""
         for number, claim in enumerate(record["claims"]):
             first = number == 0
             mark = "" if claim["holds"] else " (does not hold)"

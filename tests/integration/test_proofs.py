@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import tiny
 from repository import ROOT
+from tutelage import loop
+from tutelage.config.load import load
 
 sys.path.insert(0, str(ROOT / "proofs"))
 
+import confirm
 import run as proofs
 import table
 
@@ -97,6 +102,61 @@ def test_the_page_says_what_the_records_say(project: Path) -> None:
     assert line == "| `child` | proven | it learns | 0.512 | 2026-01-02 |"
     record(project, passed=False, claims=[{"claim": "it learns", "figure": 0.1, "holds": False}])
     assert "| **not proven** | it learns | 0.1 (does not hold) |" in table.page(project)
+
+
+def test_a_confirmed_record_is_valid_for_the_code_of_that_day(project: Path) -> None:
+    (project / "src/tutelage/losses/a.py").write_text("code = 4\n")
+    today = {"fingerprint": table.fingerprint(project, ["child"]), "date": "2026-02-03T00:00:00+00:00"}
+    record(project, fingerprint="0123", confirmed=today)
+    assert [row["stale"] for row in table.rows(project)] == [False]
+    assert "| `child` | proven | it learns | 0.512 | 2026-01-02, confirmed 2026-02-03 |" in table.page(project)
+    (project / "src/tutelage/losses/a.py").write_text("code = 5\n")
+    assert [row["stale"] for row in table.rows(project)] == [True]
+
+
+def test_traces_keep_what_repeats() -> None:
+    steps = [{"step": n, "kl": 1.0 / n, "seconds/update": 2.0, "tokens_per_second": 9.0} for n in (1, 2, 3, 4)]
+    kept = confirm.trace(steps, [{"step": 0, "kl": 2.0}, {"step": 4, "kl": 0.1}])
+    assert [row["step"] for row in kept] == [0, 1, 2, 3]
+    assert kept[1] == {"step": 1, "kl": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("now", "holds", "exact"),
+    [
+        ({"kl": 0.5, "loss": float("nan")}, True, True),
+        ({"kl": 0.5, "loss": float("nan"), "new": 1.0}, True, True),
+        ({"kl": 0.5002, "loss": float("nan")}, True, False),
+        ({"kl": 0.502, "loss": float("nan")}, False, False),
+        ({"kl": float("nan"), "loss": float("nan")}, False, False),
+        ({"loss": float("nan")}, False, False),
+        ({"kl": 0.5, "loss": 0.0}, False, False),
+    ],
+)
+def test_figures_are_compared_up_to_rounding(now: dict[str, float], holds: bool, exact: bool) -> None:
+    found = confirm.compare([{"kl": 0.5, "loss": float("nan")}], [now])
+    assert (found.holds, found.difference == 0) == (holds, exact)
+    assert not confirm.compare([{"kl": 0.5}, {"kl": 0.4}], [{"kl": 0.5}]).holds, "a step is missing"
+
+
+def test_the_first_steps_of_a_run_confirm_its_record(tmp_path: Path) -> None:
+    tiny.settings(tmp_path)
+    recipe = tmp_path / "small.yaml"
+    settings = tiny.config(tmp_path, name="small", steps=5).model_dump(mode="json", exclude_unset=True)
+    recipe.write_text(yaml.safe_dump(settings))
+    done = loop.train(load(recipe).config)
+    steps, evaluations = (tiny.lines(done / f"{kind}.jsonl") for kind in ("metrics", "validation"))
+    run = {"command": f"tutelage train {recipe}", "trace": confirm.trace(steps, evaluations)}
+    kept = {"runs": [run, run], "control": []}
+    assert confirm.confirm(kept, ROOT, tmp_path / "again").difference == 0
+    assert len(tiny.lines(tmp_path / "again/confirm-0/metrics.jsonl")) == confirm.STEPS
+    recipe.write_text(yaml.safe_dump(settings | {"seed": 7}))
+    assert not confirm.confirm(kept, ROOT, tmp_path / "other").holds
+    with pytest.raises(LookupError, match="no trace"):
+        confirm.confirm({"runs": [{**run, "trace": []}], "control": []}, ROOT, tmp_path)
+    words = f"tutelage train {recipe} teachers.t.path=/nowhere"
+    with pytest.raises(LookupError, match=r"teachers\.t\.path=/nowhere does not exist"):
+        confirm.confirm({"runs": [{**run, "command": words}], "control": []}, ROOT, tmp_path)
 
 
 def test_claims_are_decided_by_their_figures() -> None:
