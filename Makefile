@@ -5,7 +5,7 @@ READY := .venv/.ready
 VLLM := .venv-vllm/bin
 VLLM_READY := .venv-vllm/.ready
 
-.PHONY: quickstart test test-vllm vllm check bench prove mutants models clean setup
+.PHONY: quickstart test test-cluster test-vllm vllm check bench prove mutants models clean setup
 
 setup: $(READY)
 
@@ -39,8 +39,14 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_READY)
 	$(VLLM)/python -m pytest tests/vllm
 
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not cluster'
+
+# What starts Ray or several ranks of torch.
+test-cluster: $(READY)
+	$(PYTEST) -m cluster
 
 check: $(READY)
 	$(BIN)/ruff check .
