@@ -287,9 +287,9 @@ def test_the_likeliest_ids_are_those_that_are_allowed() -> None:
 
 
 def test_an_engine_that_cannot_constrain_refuses_by_name() -> None:
-    with pytest.raises(EngineError, match="request 0: this engine cannot constrain what is drawn.*these can: torch"):
+    with pytest.raises(EngineError, match=r"request 0: this engine cannot constrain what is drawn.*these can: torch"):
         answers(engine("llama"), [asked(YES_NO)])
-    with pytest.raises(EngineError, match="or score within a constraint; these can: torch"):
+    with pytest.raises(EngineError, match=r"or score within a constraint; these can: torch$"):
         scored(engine("llama"), [constrained_scores(Want(sampled=True))])
     (hidden,) = scored(engine("llama"), [constrained_scores(Want(hidden=True))])
     assert hidden.hidden is not None
