@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tutelage.config.engines import Abilities, ScoreField
@@ -79,9 +80,15 @@ class Generation:
     forced: Tensor | None = None
     """bool [new]: with a constraint, true for tokens that were the only ones allowed, which are no actions"""
     mass_cut: float = 0.0
-    """mean probability of what could not be drawn: cut by top-p and top-k, or stop ids before min_tokens"""
+    """mean probability, over actions, of what could not be drawn: cut by top-p and top-k, or stop ids before
+    min_tokens"""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """wait (until admitted) and run"""
+
+    @property
+    def acted(self) -> Tensor:
+        """bool [new]: true for tokens that are actions, which is all of them but those that a constraint forced"""
+        return torch.ones_like(self.tokens, dtype=torch.bool) if self.forced is None else ~self.forced
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class _Sequence:
             top_ids=stacked_top_ids(self.request.sampling, self.top_ids),
             constraint=self.request.sampling.constraint,
             forced=None if self.walk is None else torch.tensor(self.forced, dtype=torch.bool),
-            mass_cut=self.mass_cut / max(len(self.tokens), 1),
+            mass_cut=self.mass_cut / max(len(self.tokens) - sum(self.forced), 1),
             seconds={"wait": started - self.times["submitted"], "run": now - started},
         )
 

@@ -76,8 +76,7 @@ class TextContext(LoopContext):
 def _without_forced(trajectory: Trajectory, generation: Generation) -> Trajectory:
     """Return the trajectory of one constrained turn: forced tokens are no actions, and its span is in `constraints`."""
     assert generation.constraint is not None
-    assert generation.forced is not None
-    end, acted = trajectory.tokens.shape[0], ~generation.forced
+    end, acted = trajectory.tokens.shape[0], generation.acted
     start = end - acted.shape[0]
     extra = {name: value[acted] for name, value in trajectory.extra.items()}
     return replace(
@@ -96,20 +95,19 @@ def _check_marked(trajectory: Trajectory, number: int, generation: Generation) -
     if not count or trajectory.tokens.shape[0] < count:
         return
     assert generation.constraint is not None
-    assert generation.forced is not None
     places = (trajectory.tokens.unfold(0, count, 1) == written).all(-1).nonzero().squeeze(-1).tolist()
     spans = from_column(trajectory.extra.get("constraints", ()))
     sound = [
         Span(at, at + count, generation.constraint) in spans
-        and torch.equal(trajectory.mask[at : at + count], ~generation.forced)
+        and torch.equal(trajectory.mask[at : at + count], generation.acted)
         for at in places
     ]
     if any(sound) or not any(bool(trajectory.mask[at : at + count].any()) for at in places):
         return
     raise ValueError(
         f"trajectory {number} has an answer that was drawn under a constraint, and does not say so: build it with "
-        "context.trajectory, or leave forced tokens (generation.forced) out of its actions and add the span of the "
-        "answer to its column constraints"
+        "context.trajectory, or make only generation.acted its actions and add the span of the answer to its column "
+        "constraints"
     )
 
 

@@ -78,7 +78,7 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor
     """
     greedy = settings.temperature == 0
     temperature = torch.where(greedy, torch.ones_like(settings.temperature), settings.temperature)
-    scaled = logits.float() if bool((temperature == 1).all()) else logits.float() / temperature[:, None]
+    scaled = wide(logits) if bool((temperature == 1).all()) else wide(logits) / temperature[:, None]
     probs = torch.softmax(scaled, dim=-1)
     kept = probs
     if banned is not None:
