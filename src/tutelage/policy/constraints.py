@@ -243,7 +243,7 @@ class Allowed:
         return len(self.row)
 
     def at(self, positions: slice, device: torch.device) -> Tensor | None:
-        """Return bool [positions, vocabulary], or None if all ids are allowed at all of them."""
+        """Return bool [positions, vocabulary], or None if none of them has a mask."""
         row = self.row[positions]
         if not bool(row.any()):
             return None
