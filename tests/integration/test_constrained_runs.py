@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from constrained import SCHEMA
+from constrained_recipes import config, sections, texts
 from tutelage import loop
 from tutelage.config.schema import Config
 from tutelage.errors import UserError
@@ -20,52 +20,6 @@ from tutelage.record import RunDirectory
 
 pytestmark = pytest.mark.slow
 
-PLUGIN = f"""
-import json
-from dataclasses import replace
-
-import torch
-
-from tutelage import Constraint, agent_loop, reward
-
-JSON = Constraint("json_schema", {json.dumps(json.dumps(SCHEMA))})
-YES_NO = Constraint("regex", "(yes|no)!")
-
-
-@agent_loop("constrained_some")
-class Some:
-    '''A third of the prompts are answered freely, a third as JSON, and a third in two turns.'''
-
-    async def run(self, prompt, context):
-        tokens = context.render(prompt)
-        if prompt.row % 3 == 0:
-            return context.episode(prompt, [context.trajectory(tokens, await context.generate(tokens))])
-        first = await context.generate(tokens, replace(context.sampling, constraint=JSON))
-        row = context.trajectory(tokens, first)
-        if prompt.row % 3 == 1:
-            return context.episode(prompt, [row])
-        second = await context.generate(row.tokens, replace(context.sampling, constraint=YES_NO))
-        return context.episode(prompt, [row, context.trajectory(row.tokens, second)])
-
-
-@agent_loop("constrained_yes")
-class Yes:
-    async def run(self, prompt, context):
-        tokens = context.render(prompt)
-        answer = await context.generate(tokens, replace(context.sampling, constraint=YES_NO))
-        return context.episode(prompt, [context.trajectory(tokens, answer)])
-
-
-@reward("constrained_length")
-def length(answer):
-    return float(sum(map(ord, answer.text)) % 17)
-
-
-@reward("constrained_says_yes")
-def says_yes(answer):
-    assert answer.text in ("yes!", "no!"), answer.text
-    return float(answer.text == "yes!")
-"""
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"name": "grpo", "kl": 0.1}},
     "grpo again": {"algorithm": {"name": "grpo", "epochs": 2, "minibatches": 2, "importance": "truncate"}},
@@ -76,41 +30,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def sections(root: Path, **changed: Any) -> dict[str, Any]:
-    plugin = root / "constrained_plugin.py"
-    plugin.write_text(PLUGIN)
-    base: dict[str, Any] = {
-        "plugins": [str(plugin)],
-        "rollout": {"agent_loop": "constrained_some", "max_tokens": 40, "samples": 2},
-        "validation": {"max_tokens": 40, "prompts": 6},
-        "record": {"rollouts": "all"},
-    }
-    for name, value in changed.items():
-        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
-    return base
-
-
-def config(root: Path, name: str, *, taught: bool, **changed: Any) -> Config:
-    """`taught`: with the teacher of `tiny.settings`; otherwise with a reward."""
-    settings = tiny.settings(root, name=name, **sections(root, **changed))
-    if not taught or settings.get("algorithm", {}).get("task_weight"):
-        settings["rewards"] = {"length": {"function": "constrained_length"}}
-    if not taught:
-        settings["teachers"] = {}
-    return Config.model_validate(settings)
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("constrained")
     tiny.settings(path)
     return path
-
-
-def texts(run: Path) -> list[str]:
-    directory = RunDirectory.open(run)
-    steps = [line["step"] for line in tiny.lines(run / "metrics.jsonl")]
-    return ["".join(row.pieces) for step in steps for row in directory.load_rollouts(step)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -153,7 +77,7 @@ def test_a_run_learns_to_say_what_is_rewarded(root: Path) -> None:
     settings = tiny.settings(
         root,
         name="yes",
-        **sections(root, rollout={"agent_loop": "constrained_yes", "samples": 8}, algorithm={"name": "grpo"}),
+        **sections(rollout={"agent_loop": "constrained_yes", "samples": 8}, algorithm={"name": "grpo"}),
         steps=12,
         rewards=rewards,
         optimizer={"lr": 2e-2},
@@ -178,7 +102,7 @@ def test_a_payload_of_some_tokens_is_refused_before_anything_is_drawn(root: Path
 
 
 def refusal(root: Path, **changed: Any) -> str:
-    settings = tiny.settings(root, name="refusal", **sections(root, **changed))
+    settings = tiny.settings(root, name="refusal", **sections(**changed))
     return TextModality(Config.model_validate(settings)).unconstrained
 
 
