@@ -6,22 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
 
 import tiny
 import tutelage
+from assassin import PATIENCE, Assassin, kill, kill_serving, steps_of
 from tutelage import loop
-from tutelage.backends.ray.actors import Actor, EngineActor, LearnerActor, RolloutActor
+from tutelage.backends.ray.actors import Actor, LearnerActor, RolloutActor
 from tutelage.backends.ray.backend import RayBackend
-from tutelage.backends.ray.coordinator import Coordinator
-from tutelage.backends.ray.handles import ActorHandle
 from tutelage.checkpoint.store import CheckpointStore
 from tutelage.errors import UserError
 from tutelage.record import RunDirectory
@@ -29,8 +27,6 @@ from tutelage.routing.shared import STUDENT, teacher_balancer
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-PATIENCE = 400.0
-"""Seconds before a test gives up waiting for something to kill."""
 PLUGIN: list[Path] = []
 LOOP = """
 from dataclasses import replace
@@ -82,71 +78,10 @@ def settings(root: Path, **sections: Any) -> dict[str, Any]:
     return tiny.settings(root, **(base | sections))
 
 
-class Assassin(threading.Thread):
-    """Kills parts of a run from beside it, in turn, each when it has something to do."""
-
-    def __init__(self, *plots: Callable[[RayBackend, RunDirectory], bool]) -> None:
-        super().__init__(daemon=True)
-        self.plots = list(plots)
-        self.done: list[str] = []
-        self.found: RayBackend | None = None
-        self.directory: RunDirectory | None = None
-        self.error: BaseException | None = None
-        self.ended = 0.0
-        """when all was done"""
-
-    def run(self) -> None:
-        try:
-            ends = time.monotonic() + PATIENCE
-            for plot in self.plots:
-                while self.found is None or self.directory is None or not plot(self.found, self.directory):
-                    if time.monotonic() > ends:
-                        raise TimeoutError(f"{plot.__name__}: nothing to kill")
-                    time.sleep(0.01)
-                self.done.append(plot.__name__)
-            self.ended = time.monotonic()
-        except BaseException as error:
-            self.error = error
-
-
 @pytest.fixture
 def hire(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Assassin], None]:
     """Lets an assassin into the next run."""
-    ready = RayBackend._ready
-
-    def let_in(run: Path, assassin: Assassin) -> None:
-        async def watched(self: RayBackend) -> None:
-            await ready(self)
-            assassin.found, assassin.directory = self, RunDirectory(run)
-
-        monkeypatch.setattr(RayBackend, "_ready", watched)
-        assassin.start()
-
-    return let_in
-
-
-def steps_of(directory: RunDirectory) -> int:
-    return len(directory.load_metrics())
-
-
-A = TypeVar("A", bound=Actor)
-
-
-def kill(actor: ActorHandle[A], busy: Callable[[A], Coroutine[Any, Any, int]]) -> bool:
-    """SIGKILL, if it has something in flight."""
-    if actor.call_sync(busy) < 1:
-        return False
-    os.kill(actor.call_sync(Actor.pid), signal.SIGKILL)
-    return True
-
-
-def kill_serving(run: RayBackend, replica: ActorHandle[EngineActor], balancer: str) -> bool:
-    """SIGKILL to the first replica of a load balancer, if it has a request in flight."""
-    pid = replica.call_sync(Actor.pid)
-    if run.coordinator.call_sync(Coordinator.in_flight)[balancer][0] < 1:
-        return False
-    os.kill(pid, signal.SIGKILL)
-    return True
+    return lambda run, assassin: assassin.join_next_run(run, monkeypatch)
 
 
 def teacher(run: RayBackend, directory: RunDirectory) -> bool:

@@ -239,6 +239,7 @@ def test_a_student_that_paints_gets_the_checks_that_apply(tmp_path: Path, capsys
         "duplicates",
         "held-out overlap",
         "memory",
+        "disk",
         "threads",
         "dtype",
     }

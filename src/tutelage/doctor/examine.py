@@ -90,11 +90,15 @@ def _of_media(modality: DiffusionModality) -> Iterator[CheckResult]:
     _, results = _data(modality.config)
     yield from results
     yield CheckResult("data", "lengths", "skipped", "not for diffusion: prompts are cut by the text encoder")
-    try:
-        yield machine.memory(modality.config)
-    except UserError as error:
-        yield CheckResult("machine", "memory", "skipped", str(error))
-    yield CheckResult("machine", "disk", "skipped", "not for diffusion: the size of checkpoints is not estimated yet")
+    checks: dict[str, Callable[[], CheckResult]] = {
+        "memory": lambda: machine.memory(modality.config),
+        "disk": lambda: machine.disk(modality.config, machine.pipeline_checkpoint_bytes(modality.config)),
+    }
+    for name, check in checks.items():
+        try:
+            yield check()
+        except UserError as error:
+            yield CheckResult("machine", name, "skipped", str(error))
     yield machine.threads(modality.config)
     yield machine.dtype(modality.config)
 
@@ -192,7 +196,7 @@ class TextExamination:
     def _machine(self) -> None:
         checks: dict[str, Callable[[], CheckResult]] = {
             "memory": lambda: machine.memory(self.config),
-            "disk": lambda: machine.disk(self.config, self.modality.algorithm()),
+            "disk": lambda: machine.disk(self.config, machine.checkpoint_bytes(self.config, self.modality.algorithm())),
             "threads": lambda: machine.threads(self.config),
             "dtype": lambda: machine.dtype(self.config),
         }

@@ -10,26 +10,26 @@ from pathlib import Path
 import torch
 
 from tutelage.algorithms.contract import Algorithm
+from tutelage.config.diffusion import DiffusionConfig
 from tutelage.config.schema import Config, RunConfig
 from tutelage.doctor.result import CheckResult
 from tutelage.errors import UserError
 from tutelage.models.device import choose_device
 from tutelage.models.dtype import choose_dtype
-from tutelage.models.sizes import Sizes, model_sizes
+from tutelage.models.sizes import model_sizes
 from tutelage.planning.memory import how_to_lower, optimizer_bytes, readable
 from tutelage.planning.plan import plan
 
 _row = partial(CheckResult, "machine")
 
 
-def disk(config: Config, algorithm: Algorithm) -> CheckResult:
-    """There must be room for the checkpoints that are kept, the best one, and the one that is being written."""
+def disk(config: RunConfig, one: int | None) -> CheckResult:
+    """There must be room for the checkpoints that are kept, the best one, and the one that is being written. `one` is
+    the size of a checkpoint in bytes; None if the student is not made yet."""
     result = partial(_row, "disk")
-    sizes = model_sizes(config.student, config.student.lora)
-    if sizes is None:
+    if one is None:
         return result(status="undecided", found=f"the size of {config.student.path} is not known before it is made")
-    one, count = checkpoint_bytes(config, algorithm, sizes), config.checkpoint.keep + 2
-    free = free_disk(Path(config.out))
+    count, free = config.checkpoint.keep + 2, free_disk(Path(config.out))
     found = f"{readable(free)} free for out = {config.out}; a checkpoint takes {readable(one)}, at most {count} at once"
     todo = "free some space, set out to another disk, or lower checkpoint.keep"
     if free < one:
@@ -37,13 +37,29 @@ def disk(config: Config, algorithm: Algorithm) -> CheckResult:
     return result(status="warn" if free < count * one else "ok", found=found, todo=todo if free < count * one else "")
 
 
-def checkpoint_bytes(config: Config, algorithm: Algorithm, sizes: Sizes) -> int:
-    """Bytes of one checkpoint: float32 weights of what learns, and the states of its optimizer."""
+def checkpoint_bytes(config: Config, algorithm: Algorithm) -> int | None:
+    """Bytes of one checkpoint of a text run: float32 weights of what learns, and the states of its optimizer; None if
+    the student is not made yet."""
+    sizes = model_sizes(config.student, config.student.lora)
+    if sizes is None:
+        return None
     size = sizes.learns.float32.bytes + optimizer_bytes(config.optimizer, sizes.learns)
     if algorithm.critic_losses:
         critic = sizes.critic_learns
         size += critic.float32.bytes + optimizer_bytes(config.optimizer, critic)
     return size
+
+
+def pipeline_checkpoint_bytes(config: DiffusionConfig) -> int | None:
+    """Bytes of one checkpoint of a diffusion run, with the running mean of the weights if there is one; None if the
+    student is not made yet."""
+    from tutelage.models.flow.sizes import describe_pipeline
+
+    found = describe_pipeline(config.student, config.student.lora, "cpu")
+    if found is None:
+        return None
+    copies = 2 if config.optimizer.ema else 1
+    return copies * found.learns.float32.bytes + optimizer_bytes(config.optimizer, found.learns)
 
 
 def free_disk(out: Path) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tutelage.assemble import Parts
-from tutelage.doctor.machine import disk
+from tutelage.doctor.machine import checkpoint_bytes, disk, pipeline_checkpoint_bytes
 from tutelage.doctor.pairing import quick_checks
 from tutelage.doctor.result import CheckResult
 from tutelage.errors import UserError
@@ -41,7 +41,7 @@ class _Quick:
     def of_text(self, modality: TextModality) -> Iterator[CheckResult]:
         config = modality.config
         yield from quick_checks(config, modality.tokenizer)
-        yield disk(config, self.parts.algorithm)
+        yield disk(config, checkpoint_bytes(config, self.parts.algorithm))
 
     def of_media(self, modality: DiffusionModality) -> Iterator[CheckResult]:
-        return iter(())
+        yield disk(modality.config, pipeline_checkpoint_bytes(modality.config))

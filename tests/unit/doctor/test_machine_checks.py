@@ -14,7 +14,6 @@ from tutelage.algorithms.build import build_algorithm
 from tutelage.config.schema import Config
 from tutelage.doctor import machine
 from tutelage.doctor.result import CheckResult
-from tutelage.models.sizes import model_sizes
 from tutelage.planning import plan
 
 
@@ -53,11 +52,11 @@ def test_disk_is_compared_with_the_checkpoints_that_are_kept(
     tmp_path: Path, room: float, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny.config(tmp_path, checkpoint={"keep": 2})
-    algorithm, sizes = build_algorithm(config), model_sizes(config.student)
-    assert sizes is not None
-    free = int(room * machine.checkpoint_bytes(config, algorithm, sizes))
+    one = machine.checkpoint_bytes(config, build_algorithm(config))
+    assert one is not None
+    free = int(room * one)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
-    found = machine.disk(config, algorithm)
+    found = machine.disk(config, one)
     assert found.status == status
     assert "at most 4 at once" in found.found
 

@@ -7,15 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file
 
 import faulty
 import tiny
+import tiny_paint
 from tutelage import loop
 from tutelage.assemble import assemble
-from tutelage.doctor.machine import checkpoint_bytes
+from tutelage.config.diffusion import DiffusionConfig
+from tutelage.doctor.machine import checkpoint_bytes, pipeline_checkpoint_bytes
 from tutelage.doctor.preflight import preflight
 from tutelage.errors import UserError
-from tutelage.models.sizes import model_sizes
 
 
 def test_a_sound_recipe_gets_no_notes(tmp_path: Path) -> None:
@@ -46,7 +48,16 @@ def test_a_run_whose_checkpoints_do_not_fit_the_disk_is_refused(
 def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, steps=1, data={"validation": None})
     run = loop.train(config)
-    sizes = model_sizes(config.student)
-    assert sizes is not None
     written = sum(file.stat().st_size for file in (run / "checkpoints").glob("step-*/**/*.safetensors"))
-    assert written == pytest.approx(checkpoint_bytes(config, assemble(config).algorithm, sizes), rel=0.1)
+    assert written == pytest.approx(checkpoint_bytes(config, assemble(config).algorithm), rel=0.1)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_the_size_of_a_checkpoint_of_a_pipeline_is_that_of_its_files(tmp_path: Path, ema: float) -> None:
+    settings = tiny_paint.settings(tmp_path, steps=1, data={"validation": None})
+    settings["optimizer"] = {**settings.get("optimizer", {}), "ema": ema}
+    config = DiffusionConfig.model_validate(settings)
+    run = loop.train(config)
+    files = [file for file in (run / "checkpoints").glob("step-*/**/*.safetensors") if file.stem != "rng"]
+    written = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+    assert written == pipeline_checkpoint_bytes(config)
