@@ -46,6 +46,7 @@ def test_every_algorithm_learns_from_constrained_rows(root: Path, name: str) -> 
     assert len(lines) == 4
     assert all(line["sampler_gap_max"] < 1e-4 for line in lines)
     assert lines[0]["reference_gap_max"] < 1e-4
+    assert abs(lines[0].get("reference_kl", 0.0)) < 1e-6  # the reference is the student of the first step
     assert all(line["grad_norm"] > 0 for line in lines)
     assert all(value == value for line in lines for value in line.values() if isinstance(value, float))
     whole = [t for t in texts(run) if t.startswith("{") and t.endswith("<end>")]
