@@ -319,7 +319,9 @@ def test_a_constraint_that_cannot_be_compiled_harms_nobody() -> None:
 )
 def test_a_constraint_with_a_dead_end_fails_its_request_alone(grammar: str) -> None:
     requests = [asked(Constraint("lark", grammar), 1), asked(JSON, 2), asked(None, 3, max_tokens=9)]
-    first, *others = failures(constrained_engine(), requests)
+    target = constrained_engine()
+    first, *others = failures(target, requests)
+    assert target.in_flight == 0  # its slot is free
     assert isinstance(first, EngineError)
     assert "request 1: sampling.constraint" in str(first)
     assert "nothing can be written after 1 tokens" in str(first)
