@@ -27,7 +27,7 @@ from tutelage.engines.contract import (
     Scores,
     Want,
 )
-from tutelage.policy.constraints import Constraint, Span
+from tutelage.policy.constraints import ConstrainedSpan, Constraint
 
 T = TypeVar("T")
 Work = Callable[[Engine], Awaitable[T]]
@@ -310,7 +310,7 @@ class TextEngineContract:
         with pytest.raises(EngineError, match="cannot constrain what is drawn"):
             self.answers(request(random_tokens(5, 1), constraint=constraint))
         tokens = random_tokens(9, 1)
-        asked = replace(asked_scores(tokens, (4, 9)), constraints=(Span(4, 9, constraint),))
+        asked = replace(asked_scores(tokens, (4, 9)), constraints=(ConstrainedSpan(4, 9, constraint),))
         with pytest.raises(EngineError, match="or score within a constraint"):
             self.scores(asked)
         (hidden,) = self.scores(replace(asked, want=Want(hidden=True)))

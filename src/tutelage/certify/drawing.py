@@ -11,7 +11,7 @@ from tutelage.certify.scene import Rows
 from tutelage.certify.toy import TEMPERATURE, VOCABULARY, Toy, ToyMasks
 from tutelage.engines.contract import Generation, Sampling
 from tutelage.engines.text_draws import next_tokens
-from tutelage.policy.constraints import Allowed, Span, allowed_at
+from tutelage.policy.constraints import Allowed, ConstrainedSpan, allowed_at
 from tutelage.policy.text import log_probs
 
 UNLIKELY = 1e-12
@@ -41,7 +41,7 @@ def as_drawn(sampler: Toy, rows: Rows) -> tuple[Rows, Tensor]:
     return replace(rows, masks=tuple(masks), gap=torch.cat(gap)), torch.cat(behaviour)
 
 
-def _drawn(logits: Tensor, tokens: Tensor, at: Tensor, spans: tuple[Span, ...]) -> Generation:
+def _drawn(logits: Tensor, tokens: Tensor, at: Tensor, spans: tuple[ConstrainedSpan, ...]) -> Generation:
     """Draw the tokens at these positions of a row, from their logits [positions, vocabulary]."""
     found = Allowed.of(allowed_at(ToyMasks(), tokens.tolist(), spans, at.tolist()), VOCABULARY)
     allowed = found.at(slice(None), logits.device)

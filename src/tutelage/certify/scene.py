@@ -14,7 +14,7 @@ from tutelage.algorithms.contract import TeacherHead
 from tutelage.certify.toy import CONSTRAINTS, TEMPERATURE, VOCABULARY, Cast, Toy, rule
 from tutelage.data.ragged import Ragged, offsets_of
 from tutelage.data.trajectory import Batch, EpisodeKey, Key
-from tutelage.policy.constraints import Span, as_column
+from tutelage.policy.constraints import ConstrainedSpan, as_column
 
 TOP_K = 2
 ABSENT = -1e4
@@ -32,7 +32,7 @@ class Rows:
     """float64 [rows]."""
     gap: Tensor
     """float64 [actions]: the sampler's log-probs minus the learner's."""
-    spans: tuple[tuple[Span, ...], ...] = ()
+    spans: tuple[tuple[ConstrainedSpan, ...], ...] = ()
     """The constraints of each row; empty if no row has any."""
 
     @property
@@ -198,14 +198,14 @@ def _sequence(prompt: Sequence[int], layout: str, actions: Sequence[int]) -> Ten
 # ── constraints ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _turns(mask: Tensor) -> tuple[Span, ...]:
+def _turns(mask: Tensor) -> tuple[ConstrainedSpan, ...]:
     """Return the constraints of a row: its turns are runs of actions, and every third is free."""
     edges = torch.nn.functional.pad(mask.to(torch.int8), (1, 1)).diff().nonzero().squeeze(-1).view(-1, 2).tolist()
     turns = [(start, end, CONSTRAINTS[number % 3]) for number, (start, end) in enumerate(edges)]
-    return tuple(Span(start, end, constraint) for start, end, constraint in turns if constraint is not None)
+    return tuple(ConstrainedSpan(start, end, constraint) for start, end, constraint in turns if constraint is not None)
 
 
-def _choices(tokens: Tensor, spans: Iterable[Span]) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _choices(tokens: Tensor, spans: Iterable[ConstrainedSpan]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield each constrained position of a row, and the ids that are allowed there after the tokens before it."""
     for start, end, constraint in spans:
         for at in range(start, end):

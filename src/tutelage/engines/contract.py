@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tutelage.config.engines import Abilities, ScoreField
 from tutelage.data.trajectory import Key
-from tutelage.policy.constraints import Constraint, Span
+from tutelage.policy.constraints import ConstrainedSpan, Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class ScoreRequest:
     """seconds from submission"""
     ids: Tensor | None = None
     """int64 [actions, k]: the ids that `want.given` is about"""
-    constraints: tuple[Span, ...] = ()
+    constraints: tuple[ConstrainedSpan, ...] = ()
     """spans of `tokens` that were drawn under a constraint: log-probs are within what it allows"""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tutelage.data.trajectory import COLUMNS, Episode, EpisodeKey, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Generation, Sampling
 from tutelage.errors import UserError
-from tutelage.policy.constraints import Span, as_column, from_column
+from tutelage.policy.constraints import ConstrainedSpan, as_column, from_column
 from tutelage.rollout.contract import UNBOUNDED, LoopContext, PromptTooLong, Send, Tokenizer, render_prompt
 
 
@@ -84,7 +84,7 @@ def _without_forced(trajectory: Trajectory, generation: Generation) -> Trajector
         mask=torch.cat([trajectory.mask[:start], acted]),
         behaviour_logp=trajectory.behaviour_logp[acted],
         version=trajectory.version[acted],
-        extra={**extra, "constraints": as_column([Span(start, end, generation.constraint)])},
+        extra={**extra, "constraints": as_column([ConstrainedSpan(start, end, generation.constraint)])},
     )
 
 
@@ -98,7 +98,7 @@ def _check_marked(trajectory: Trajectory, number: int, generation: Generation) -
     places = (trajectory.tokens.unfold(0, count, 1) == written).all(-1).nonzero().squeeze(-1).tolist()
     spans = from_column(trajectory.extra.get("constraints", ()))
     sound = [
-        Span(at, at + count, generation.constraint) in spans
+        ConstrainedSpan(at, at + count, generation.constraint) in spans
         and torch.equal(trajectory.mask[at : at + count], generation.acted)
         for at in places
     ]

@@ -51,7 +51,7 @@ class Constraint:
         return f"{self.kind} {shown if len(shown) <= 80 else shown[:77] + '...'}"
 
 
-class Span(NamedTuple):
+class ConstrainedSpan(NamedTuple):
     """Tokens that were drawn under a constraint: one whole answer, with its forced tokens."""
 
     start: int
@@ -60,14 +60,14 @@ class Span(NamedTuple):
     constraint: Constraint
 
 
-def as_column(spans: Iterable[Span]) -> list[list[Any]]:
+def as_column(spans: Iterable[ConstrainedSpan]) -> list[list[Any]]:
     """Return the value of column `constraints`: [start, end, kind, text] for each span."""
     return [[span.start, span.end, span.constraint.kind, span.constraint.text] for span in spans]
 
 
-def from_column(value: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+def from_column(value: Sequence[Sequence[Any]]) -> tuple[ConstrainedSpan, ...]:
     """Return the spans of a value of column `constraints`."""
-    return tuple(Span(start, end, Constraint(kind, text)) for start, end, kind, text in value)
+    return tuple(ConstrainedSpan(start, end, Constraint(kind, text)) for start, end, kind, text in value)
 
 
 # ── masks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +253,7 @@ class Allowed:
 
 
 def allowed_at(
-    masks: Masks, tokens: Sequence[int], spans: Iterable[Span], positions: Iterable[int]
+    masks: Masks, tokens: Sequence[int], spans: Iterable[ConstrainedSpan], positions: Iterable[int]
 ) -> list[bytes | None]:
     """Return the masks of some positions of a sequence. Spans without any of them are not computed."""
     wanted = list(positions)

@@ -23,20 +23,20 @@ STYLE = {
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',  # half a surrogate pair could be written with \u
 }
-Vocabulary = Mapping[str, int]
+TokenIds = Mapping[str, int]
 """The id of each token."""
-Marks = tuple[str, str]
+ReasoningMarks = tuple[str, str]
 """What stands before and after reasoning."""
 
 
 def tool_calls(
     format: str,
     tools: Sequence[Mapping[str, Any]],
-    vocabulary: Vocabulary,
+    vocabulary: TokenIds,
     *,
     named: str | None = None,
     several: bool = True,
-    marks: Marks | None = None,
+    marks: ReasoningMarks | None = None,
     opened: bool = False,
 ) -> Constraint:
     """Return the constraint that an answer is one or more calls of these tools, whose arguments follow their schemas.
@@ -59,7 +59,7 @@ def tool_calls(
 
 
 def json_answer(
-    schema: Mapping[str, Any] | None, vocabulary: Vocabulary, *, marks: Marks | None = None, opened: bool = False
+    schema: Mapping[str, Any] | None, vocabulary: TokenIds, *, marks: ReasoningMarks | None = None, opened: bool = False
 ) -> Constraint:
     """Return the constraint that an answer is JSON with this schema, or any JSON object, perhaps after reasoning."""
     wanted = {"x-guidance": STYLE, **(schema if schema is not None else {"type": "object"})}
@@ -72,17 +72,17 @@ def json_answer(
 # ── formats ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _hermes(functions: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, several: bool) -> list[str]:
+def _hermes(functions: Sequence[Mapping[str, Any]], vocabulary: TokenIds, several: bool) -> list[str]:
     opening, closing = _mark("<tool_call>", vocabulary), _mark("</tool_call>", vocabulary)
     one = f'{opening} "\\n" call "\\n" {closing}'
     return [f"calls: {one}" + (f' ("\\n" {one})*' if several else ""), *_objects(functions, "arguments")]
 
 
-def _llama3(functions: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, several: bool) -> list[str]:
+def _llama3(functions: Sequence[Mapping[str, Any]], vocabulary: TokenIds, several: bool) -> list[str]:
     return ["calls: call" + (' ("; " call)*' if several else ""), *_objects(functions, "parameters")]
 
 
-def _mistral(functions: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, several: bool) -> list[str]:
+def _mistral(functions: Sequence[Mapping[str, Any]], vocabulary: TokenIds, several: bool) -> list[str]:
     mark = _mark("[TOOL_CALLS]", vocabulary)
     if "[ARGS]" not in vocabulary:
         return [
@@ -95,7 +95,7 @@ def _mistral(functions: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, sev
     return [f"calls: one{'+' if several else ''}", f"one: {mark} ({names})", *rules]
 
 
-def _pythonic(functions: Sequence[Mapping[str, Any]], vocabulary: Vocabulary, several: bool) -> list[str]:
+def _pythonic(functions: Sequence[Mapping[str, Any]], vocabulary: TokenIds, several: bool) -> list[str]:
     body = '"[" call' + (' (", " call)*' if several else "") + ' "]"'
     if "<|tool_call_start|>" in vocabulary:
         body = f"{_mark('<|tool_call_start|>', vocabulary)} {body} {_mark('<|tool_call_end|>', vocabulary)}"
@@ -139,7 +139,7 @@ def _python_value(schema: Any, shared: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**shared, **kept, 'x-guidance': STYLE})}"
 
 
-GRAMMARS: Mapping[str, Callable[[Sequence[Mapping[str, Any]], Vocabulary, bool], list[str]]] = {
+GRAMMARS: Mapping[str, Callable[[Sequence[Mapping[str, Any]], TokenIds, bool], list[str]]] = {
     "hermes": _hermes,
     "llama3": _llama3,
     "mistral": _mistral,
@@ -181,7 +181,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {}, "additionalProperties": False, **given, "x-guidance": STYLE}
 
 
-def _reasoning(vocabulary: Vocabulary, marks: Marks | None, opened: bool) -> str:
+def _reasoning(vocabulary: TokenIds, marks: ReasoningMarks | None, opened: bool) -> str:
     """What may stand before the answer itself: nothing, or reasoning, which a template may have opened."""
     if marks is None:
         return ""
@@ -189,7 +189,7 @@ def _reasoning(vocabulary: Vocabulary, marks: Marks | None, opened: bool) -> str
     return f"{inside} BREAK " if opened else f"({_mark(marks[0], vocabulary)} {inside} BREAK)? "
 
 
-def _reasoning_rules(marks: Marks | None) -> list[str]:
+def _reasoning_rules(marks: ReasoningMarks | None) -> list[str]:
     """The rules that `_reasoning` uses."""
     if marks is None:
         return []
@@ -197,7 +197,7 @@ def _reasoning_rules(marks: Marks | None) -> list[str]:
     return ["TEXT: /(.|\\n)*/", "BREAK: /\\n{0,2}/", f"reasoned[lazy]: /(.|\\n)*{closing}/"]
 
 
-def _mark(text: str, vocabulary: Vocabulary) -> str:
+def _mark(text: str, vocabulary: TokenIds) -> str:
     """A tag: the token of that name if there is one, else its text."""
     return f"<[{vocabulary[text]}]>" if text in vocabulary else _text(text)
 

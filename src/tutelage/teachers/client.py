@@ -21,7 +21,7 @@ from tutelage.data.messages import Message
 from tutelage.data.trajectory import Key, Prompt, Trajectory
 from tutelage.engines.contract import DiffusionSampling, ScoreRequest, Scores, StepScoreRequest, Want
 from tutelage.errors import UserError
-from tutelage.policy.constraints import Span, from_column
+from tutelage.policy.constraints import ConstrainedSpan, from_column
 from tutelage.teachers.pool import TeacherPool
 
 
@@ -101,12 +101,12 @@ def align(
     return torch.cat([context, trajectory.tokens[start:]]), tuple((a + shift, b + shift) for a, b in spans)
 
 
-def constraints_of(trajectory: Trajectory, length: int) -> tuple[Span, ...]:
+def constraints_of(trajectory: Trajectory, length: int) -> tuple[ConstrainedSpan, ...]:
     """Return the constraints of the student's actions, as spans of the `length` tokens that the scorer reads. These end
     as the trajectory does."""
     shift = length - len(trajectory.tokens)
     return tuple(
-        Span(start + shift, end + shift, constraint)
+        ConstrainedSpan(start + shift, end + shift, constraint)
         for start, end, constraint in from_column(trajectory.extra.get("constraints", ()))
         if bool(trajectory.mask[start:end].any())
     )

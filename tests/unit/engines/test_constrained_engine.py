@@ -36,7 +36,7 @@ from tutelage.config.engines import ENGINES
 from tutelage.engines.contract import EngineError, GenerateRequest, Generation, Want
 from tutelage.engines.text_draws import next_tokens
 from tutelage.engines.torch_lm import TorchEngine
-from tutelage.policy.constraints import Constraint, Span
+from tutelage.policy.constraints import ConstrainedSpan, Constraint
 
 MASKS = masks()
 KINDS: tuple[Constraint | None, ...] = (YES_NO, THE, JSON, CALL, None)
@@ -350,7 +350,7 @@ def constrained_scores(want: Want) -> Any:
     tokens = torch.cat([prompt, found.tokens, random_tokens(4, 9)])
     start, end = len(prompt), len(prompt) + len(found.tokens)
     asked_for = score_request(tokens, (start, end), (end + 1, end + 4), want=want)
-    return replace(asked_for, constraints=(Span(start, end, JSON),))
+    return replace(asked_for, constraints=(ConstrainedSpan(start, end, JSON),))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -381,7 +381,7 @@ def test_scores_of_tokens_that_do_not_follow_their_constraint_are_refused() -> N
     target = constrained_engine()
 
     async def work() -> list[Any]:
-        moved = replace(wanted, constraints=(Span(wanted.spans[0][0] - 1, wanted.spans[0][1], JSON),))
+        moved = replace(wanted, constraints=(ConstrainedSpan(wanted.spans[0][0] - 1, wanted.spans[0][1], JSON),))
         return await asyncio.gather(target.score(moved), target.score(wanted), return_exceptions=True)
 
     bad, good = run(work, target)

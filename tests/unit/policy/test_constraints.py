@@ -19,9 +19,9 @@ from tutelage.errors import UserError
 from tutelage.policy.constraints import (
     COMPILED,
     Allowed,
+    ConstrainedSpan,
     Constraint,
     ConstraintError,
-    Span,
     TokenMasks,
     allowed_at,
     as_column,
@@ -283,7 +283,7 @@ def test_the_tokenizer_is_read_once() -> None:
 
 
 def test_spans_travel_as_json() -> None:
-    spans = (Span(3, 9, YES_NO), Span(12, 13, JSON))
+    spans = (ConstrainedSpan(3, 9, YES_NO), ConstrainedSpan(12, 13, JSON))
     assert from_column(json.loads(json.dumps(as_column(spans)))) == spans
     assert from_column([]) == ()
 
@@ -308,7 +308,7 @@ def test_masks_of_many_positions(vocabulary: int, pattern: list[int | None], sta
 
 def test_spans_without_a_wanted_position_are_not_computed() -> None:
     tokens = [*tokenizer().encode("no!"), 259, *tokenizer().encode("yes!"), END]
-    spans = (Span(0, 3, Constraint("regex", "never compiled (")), Span(4, 9, YES_NO))
+    spans = (ConstrainedSpan(0, 3, Constraint("regex", "never compiled (")), ConstrainedSpan(4, 9, YES_NO))
     found = allowed_at(USED, tokens, spans, [3, 4, 8])
     assert found[0] is None
     assert [ids_of(mask or b"") for mask in found[1:]] == [

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from repository import ROOT
 from tutelage.data.trajectory import Key
 from tutelage.engines.contract import AnyScoreRequest, ScoreRequest, Scores, Want
-from tutelage.policy.constraints import Constraint, Span
+from tutelage.policy.constraints import ConstrainedSpan, Constraint
 from tutelage.teachers.cache import CacheCounts, CachedScorer, ScoreCache, entry_name
 
 LARGE = 10**9
@@ -110,7 +110,7 @@ def test_scores_without_actions_are_stored(tmp_path: Path) -> None:
         lambda r: replace(r, want=Want(sampled=True)),
         lambda r: replace(r, want=Want(sampled=True, given=True, top_k=1)),
         lambda r: replace(r, want=Want(sampled=True, given=True, hidden=True)),
-        lambda r: replace(r, constraints=(Span(2, 5, Constraint("regex", ".*")),)),
+        lambda r: replace(r, constraints=(ConstrainedSpan(2, 5, Constraint("regex", ".*")),)),
         lambda r: replace(r, ids=torch.tensor([[1, 2], [3, 5]])),
         lambda r: replace(r, ids=torch.tensor([[1], [2]])),
         lambda r: replace(r, ids=torch.tensor([[1, 2, 3, 4]])),
@@ -122,7 +122,7 @@ def test_other_requests_have_other_names(change: Callable[[ScoreRequest], ScoreR
 
 def test_requests_under_different_constraints_have_different_names() -> None:
     a, grammar = Constraint("regex", "a"), Constraint("lark", "a")
-    spans = [Span(2, 5, a), Span(2, 5, grammar), Span(2, 4, a)]
+    spans = [ConstrainedSpan(2, 5, a), ConstrainedSpan(2, 5, grammar), ConstrainedSpan(2, 4, a)]
     assert len({entry_name("teacher", replace(REQUEST, constraints=(span,))) for span in spans}) == 3
 
 
