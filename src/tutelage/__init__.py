@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tutelage.modality.text_episodes import TextContext
     from tutelage.models.causal_lm import CausalLM
     from tutelage.models.packing import pack
+    from tutelage.policy.constraints import Constraint
     from tutelage.record.callbacks import STOP
     from tutelage.rewards.contract import Answer
     from tutelage.rewards.contract import register_reward as reward
@@ -44,6 +45,7 @@ __all__ = [
     "Answer",
     "CausalLM",
     "Config",
+    "Constraint",
     "Episode",
     "FinishedRun",
     "GenerateRequest",
@@ -80,6 +82,7 @@ _HOMES = {
     "Answer": "tutelage.rewards.contract:Answer",
     "CausalLM": "tutelage.models.causal_lm:CausalLM",
     "Config": "tutelage.config.schema:Config",
+    "Constraint": "tutelage.policy.constraints:Constraint",
     "Episode": "tutelage.data.trajectory:Episode",
     "FinishedRun": "tutelage.api:FinishedRun",
     "GenerateRequest": "tutelage.engines.contract:GenerateRequest",

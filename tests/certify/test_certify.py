@@ -22,10 +22,11 @@ from tutelage.algorithms.objectives import OBJECTIVES, Claim, Settings
 from tutelage.certify import ALL_CHECKS, Row, certify, load_file, textbook
 from tutelage.certify.bench import LIMITS, Bench, expectation, worlds
 from tutelage.certify.checks import SAME, relative
-from tutelage.certify.scene import PROMPTS, everything, ragged, view
+from tutelage.certify.drawing import as_drawn
+from tutelage.certify.scene import LONGER, PROMPTS, constrain, everything, ragged, view
 from tutelage.certify.subjects import Subject, subjects
 from tutelage.certify.table import show, verdict
-from tutelage.certify.toy import VOCABULARY, Cast, Copies, Toy
+from tutelage.certify.toy import VOCABULARY, Cast, Copies, Toy, ToyMasks, rule
 from tutelage.cli import main
 from tutelage.config import schema
 from tutelage.config.objectives import OBJECTIVES as KNOWN
@@ -205,6 +206,42 @@ def test_everything_that_can_be_written_has_probability_one() -> None:
         rows = everything(prompt, layout)
         assert len(rows.tokens) == VOCABULARY ** layout.count("a")
         assert float(textbook.probability(view(Cast(), rows)).detach().sum()) == pytest.approx(1.0, abs=1e-12)
+    for prompt, layout in LONGER:
+        rows = everything(prompt, layout, constrained=True)
+        assert 1 < len(rows.tokens) < VOCABULARY ** layout.count("a")
+        assert all(int(mask.sum()) < layout.count("a") for mask in rows.masks)  # some tokens are forced
+        assert float(textbook.probability(view(Cast(), rows)).detach().sum()) == pytest.approx(1.0, abs=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), groups=st.integers(1, 4))
+def test_constrained_rows_are_what_the_engine_draws(seed: int, groups: int) -> None:
+    """The code of the engines gives the actions and the log-probs that the textbook has."""
+    cast, rows = Cast(), constrain(ragged(seed, groups=groups))
+    with torch.no_grad():
+        drawn, behaviour = as_drawn(cast.drew, rows)
+        expected = view(cast, rows).behaviour
+    assert all(torch.equal(a, b) for a, b in zip(drawn.masks, rows.masks, strict=True))
+    torch.testing.assert_close(behaviour, expected, rtol=0, atol=1e-12)
+    masks = ToyMasks()
+    for tokens, spans in zip(rows.tokens, rows.spans, strict=True):
+        for start, end, constraint in spans:
+            ids = tokens[start:end].tolist()
+            for at, bits in enumerate(masks.along(constraint, ids)):
+                assert [id for id in range(VOCABULARY) if bits[0] >> id & 1] == list(rule(constraint, ids[:at]))
+                assert ids[at] in rule(constraint, ids[:at])
+
+
+def test_losses_under_constraints_have_rows(table: list[Row]) -> None:
+    """Every kind of loss, and every payload that such rows can be learned from."""
+    found = [row for row in table if "constrained" in row.form]
+    assert {row.objective for row in found} >= {
+        *("reverse_kl", "forward_kl", "jsd", "skewed_kl", "k1", "k2", "k3"),
+        *("grpo", "ppo", "reference_kl", "entropy"),
+    }
+    assert {row.payload for row in found} == {"full", "sampled", "rewards", "reference", "none"}
+    assert len([row for row in found if row.exact]) >= 15
+    assert all("critic" in row.form or row.bias is not None for row in found)
 
 
 def test_the_textbook_is_right() -> None:

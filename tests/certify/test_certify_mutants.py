@@ -19,6 +19,8 @@ from tutelage.algorithms.objectives import OBJECTIVES, Claim, Settings, register
 from tutelage.certify import Row, certify
 from tutelage.certify.toy import TEMPERATURE, VOCABULARY
 from tutelage.data.trajectory import Batch
+from tutelage.engines import text_draws
+from tutelage.engines.contract import Generation
 from tutelage.learner import step as learning
 from tutelage.learner import text, update
 from tutelage.losses import contract, distillation, fused, policy_gradient
@@ -291,6 +293,54 @@ def old_of_now(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy.ClippedLoss, "__call__", mutant)
 
 
+def constraint_ignored(patch: pytest.MonkeyPatch) -> None:
+    """The learner takes the free distribution."""
+    patch.setattr(text, "ModelOut", lambda *arguments: contract.ModelOut(*arguments[:5]))
+
+
+def mask_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    """Every action within what was allowed at the one before it, and itself."""
+    real = text.Limits.allowed
+
+    def mutant(self: text.Limits, batch: Batch) -> Any:
+        found = real(self, batch)
+        if found is None:
+            return None
+        ids = batch.columns["tokens"].values[batch.columns["mask"].values]
+        inside = found.at(slice(None), torch.device("cpu"))
+        assert inside is not None
+        moved = inside.roll(1, 0).scatter(-1, ids[:, None], True)
+        bits = (moved * 2 ** torch.arange(VOCABULARY)).sum(-1).tolist()
+        return type(found).of([bytes([b]) for b in bits], VOCABULARY)
+
+    patch.setattr(text.Limits, "allowed", mutant)
+
+
+def teacher_unconstrained(patch: pytest.MonkeyPatch) -> None:
+    """The teacher's distribution over all tokens, of which some are left out."""
+    patch.setattr(distill, "renormalised", lambda log_probs, allowed: log_probs)
+
+
+def forced_tokens_trained_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Generation, "acted", property(lambda self: torch.ones_like(self.tokens, dtype=torch.bool)))
+
+
+def free_behaviour(patch: pytest.MonkeyPatch) -> None:
+    """Tokens are drawn within the constraint, and their log-probs are those of the free distribution."""
+    restricted, draw, free = text_draws.restricted, text_draws.draw, list[Tensor]()
+
+    def watched(logits: Tensor, allowed: Tensor | None) -> Tensor:
+        free[:] = [logits]
+        return restricted(logits, allowed)
+
+    def mutant(*arguments: Any) -> Any:
+        drawn = draw(*arguments)
+        return replace(drawn, logp=free[0].log_softmax(-1).gather(-1, drawn.ids[:, None]).squeeze(-1))
+
+    patch.setattr(text_draws, "restricted", watched)
+    patch.setattr(text_draws, "draw", mutant)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """What is broken, which rows see it, and which checks must."""
@@ -356,6 +406,37 @@ MUTANTS: Mapping[str, Mutant] = {
         reused_with_gradient, "reference_kl/reference/loss, k2, second", ("target", "plain", "updates")
     ),
     "no parts": Mutant(one_part, "grpo/rewards/none, none, second update", ("updates",)),
+    "constraint ignored, full": Mutant(
+        constraint_ignored, "reverse_kl/full/supervised, constrained", ("target", "plain")
+    ),
+    "constraint ignored, rewards": Mutant(
+        constraint_ignored, "grpo/rewards/leave_one_out, none, constrained", ("target", "plain")
+    ),
+    "constraint ignored, sampled": Mutant(
+        constraint_ignored, "k1/sampled/policy_gradient, constrained", ("target", "plain")
+    ),
+    "constraint ignored, reference": Mutant(
+        constraint_ignored, "reference_kl/reference/loss, k2, constrained", ("target", "plain", "agreement")
+    ),
+    "constraint ignored, entropy": Mutant(constraint_ignored, "entropy/none/loss, constrained", ("target", "plain")),
+    "masks shifted by one": Mutant(
+        mask_of_the_token_before, "reverse_kl/full/supervised, constrained", ("target", "plain", "splits")
+    ),
+    "teacher not restricted": Mutant(
+        teacher_unconstrained, "forward_kl/full/supervised, constrained", ("target", "plain", "agreement")
+    ),
+    "forced tokens trained on, full": Mutant(
+        forced_tokens_trained_on, "reverse_kl/full/supervised, constrained", ("target", "plain")
+    ),
+    "forced tokens trained on, rewards": Mutant(
+        forced_tokens_trained_on, "grpo/rewards/leave_one_out, none, constrained", ("target", "plain")
+    ),
+    "behaviour of the free distribution, rewards": Mutant(
+        free_behaviour, "grpo/rewards/leave_one_out, none, constrained", ("target", "plain")
+    ),
+    "behaviour of the free distribution, importance": Mutant(
+        free_behaviour, "grpo/rewards/none, none, sampler apart, truncate, constrained", ("target", "plain")
+    ),
     "ratios of 1": Mutant(old_of_now, "grpo/rewards/none, none, second update", ("target", "plain", "updates")),
 }
 

@@ -13,6 +13,7 @@ import faulty
 import tiny
 import tiny_paint
 from completions_server import MODEL, Completions, serve
+from constrained_recipes import PLUGIN
 from tutelage.cli import main
 from tutelage.engines.http import probe
 
@@ -299,3 +300,15 @@ def test_a_server_that_does_not_answer_is_a_failing_row(tmp_path: Path, capsys: 
     assert "teachers.main" in rows["start"]["found"]
     assert rows["columns"]["status"] == "ok", "the other checks run"
     assert rows["entropy"]["status"] == "skipped"
+
+
+@pytest.mark.parametrize(("agent_loop", "compared"), [("constrained_some", True), ("constrained_yes", False)])
+def test_answers_under_constraints_are_left_out(
+    tmp_path: Path, agent_loop: str, compared: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {"plugins": [str(PLUGIN)], "rollout": {"agent_loop": agent_loop, "max_tokens": 40}}
+    code, rows = doctor(recipe(tmp_path, algorithm=FULL, **sections), capsys)
+    assert (code, failing(rows)) == (0, set())
+    assert rows["engine and learner"]["status"] == ("ok" if compared else "skipped")
+    if not compared:
+        assert "all samples were drawn under a constraint" in rows["engine and learner"]["found"]

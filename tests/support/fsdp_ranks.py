@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import constrained_rows
 import tiny
 from learner_batches import LIMITS, algorithm, make_batch, ready
 from tutelage.algorithms.policy import PolicySettings, ReadLogp
@@ -37,6 +38,7 @@ from tutelage.learner.optimizer import build_optimizer
 from tutelage.learner.packing import deal
 from tutelage.learner.ranks import Ranks, alone
 from tutelage.learner.reference import ReferenceCheck
+from tutelage.learner.text import Limits
 from tutelage.learner.update import NonFiniteLoss, accumulate, measure, update
 from tutelage.losses.contract import Loss
 from tutelage.models.causal_lm import CausalLM
@@ -84,13 +86,21 @@ class Case:
         head = model.value_head.named_parameters(prefix="value_head") if model.value_head is not None else ()
         return (*trainable(model.model), *head)
 
+    @property
+    def limits(self) -> Limits:
+        return constrained_rows.LIMITS if self.loss == "constrained" else LIMITS
+
     def losses(self) -> Sequence[Loss]:
         if self.kind == "critic":
             return (ValueLoss(clip=None),)
+        if self.loss == "constrained":
+            return algorithm(heads=(constrained_rows.head(constrained_rows.TEACHER),)).losses
         return (DISTILL if self.loss == "distill" else POLICY_GRADIENT).losses
 
     def batch(self, seed: int = 0) -> Batch:
         """Return the whole batch with its signals, which are computed before rows are dealt."""
+        if self.loss == "constrained":
+            return constrained_rows.batch_of(constrained_rows.trajectories())
         batch = make_batch(seed=seed)
         if self.kind == "critic":
             generator = torch.Generator().manual_seed(seed)
@@ -113,6 +123,10 @@ CASES = {
     "lora": Case("lora"),
     "lora_policy_gradient": Case("lora", "policy_gradient"),
     "critic": Case("critic"),
+    "constrained": Case("untied", "constrained"),
+    "one_rank_without_constraints": Case(
+        "tied", "constrained", hands=((0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11), (6,)), sharding=Sharding(recompute=True)
+    ),
     "uneven": Case("untied", hands=(EVERYTHING[1:], EVERYTHING[:1])),
     "one_rank_without_rows": Case("untied", hands=(EVERYTHING, ())),
     "one_rank_without_actions": Case("tied", hands=((3,), (0, 1, 2, 4, 5, 6))),
@@ -135,7 +149,7 @@ STEPS = 5
 def gradient_of(case: Case, model: CausalLM, ranks: Ranks = alone) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
     """Return the unsharded gradient, and the columns of this rank's rows."""
     share = case.batch() if ranks is alone else case.share(case.batch(), ranks)
-    columns = accumulate(model, share, case.losses(), LIMITS, ranks)
+    columns = accumulate(model, share, case.losses(), case.limits, ranks)
     grads = [(name, parameter.grad) for name, parameter in case.named(model)]
     return dict(gather((name, grad) for name, grad in grads if grad is not None)), columns
 

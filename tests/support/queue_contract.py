@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from queue_plans import NEEDS, Account, fill, group, key, make_row, plans, teacher
 from tutelage.data.trajectory import EpisodeKey, Key
+from tutelage.queue.constrained import CONSTRAINED, with_constraints
 from tutelage.queue.contract import (
     BatchRef,
     FailedGroup,
@@ -223,6 +224,25 @@ class QueueContract:
             await queue.get(ref, ["token"])
         with pytest.raises(SchemaError, match=r"teacher_lopg.*did you mean teacher_logp"):
             await queue.take("train", ["teacher_lopg"], 1, deadline=0.0)
+
+    @on_loop
+    async def test_constraints_of_some_rows_only(self) -> None:
+        queue = self.make()
+        await queue.open(group(0), 3)
+        spans = [[2, 4, "regex", "yes|no"]]
+        for sample in range(3):
+            more = {"constraints": spans} if sample == 1 else {}
+            await queue.put(key(0, sample), make_row(mark=sample, **more), {CONSTRAINED: 1} if more else {}, of=1)
+        ref = await queue.take("train", ["tokens"], 1)
+        batch = await queue.get(ref, ["tokens"])
+        assert (await with_constraints(queue, ref, batch)).objects == {"constraints": [[], spans, []]}
+        some = ref.rows([2, 1])
+        assert (await with_constraints(queue, some, await queue.get(some, ["tokens"]))).objects == {
+            "constraints": [[], spans]
+        }
+        free = ref.rows([0, 2])
+        batch = await queue.get(free, ["tokens"])
+        assert (await with_constraints(queue, free, batch)) is batch
 
     @on_loop
     async def test_a_group_is_complete_when_every_part_is_there(self) -> None:

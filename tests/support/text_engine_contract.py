@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from tutelage.engines.contract import (
     Scores,
     Want,
 )
+from tutelage.policy.constraints import ConstrainedSpan, Constraint
 
 T = TypeVar("T")
 Work = Callable[[Engine], Awaitable[T]]
@@ -301,6 +303,18 @@ class TextEngineContract:
             return await good
 
         assert len(self.run(work).tokens) == 5
+
+    def test_a_constraint_that_the_engine_cannot_honour_is_refused(self) -> None:
+        """The engines of these tests have no masks of constraints."""
+        constraint = Constraint("regex", "yes|no")
+        with pytest.raises(EngineError, match="cannot constrain what is drawn"):
+            self.answers(request(random_tokens(5, 1), constraint=constraint))
+        tokens = random_tokens(9, 1)
+        asked = replace(asked_scores(tokens, (4, 9)), constraints=(ConstrainedSpan(4, 9, constraint),))
+        with pytest.raises(EngineError, match="or score within a constraint"):
+            self.scores(asked)
+        (hidden,) = self.scores(replace(asked, want=Want(hidden=True)))
+        assert hidden.hidden is not None
 
     def test_a_request_for_media_is_refused(self) -> None:
         sampling = DiffusionSampling(steps=2, height=8, width=8)

@@ -96,6 +96,8 @@ class Algorithm:
     losses: tuple[Loss, ...]
     note: str
     """one line for the user: what is optimised, and whether it is exact"""
+    unconstrained: str = ""
+    """why it cannot learn from rows that were drawn under a constraint, and what can; empty if it can"""
     top_k: int = 0
     derives: tuple[Derived, ...] = ()
     """columns that the learner computes before the update"""

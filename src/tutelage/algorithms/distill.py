@@ -25,6 +25,7 @@ from tutelage.config.objectives import PAYLOADS, SERVES, PayloadName
 from tutelage.data.trajectory import Batch
 from tutelage.losses import distillation, fused
 from tutelage.losses.contract import Loss, LossSum, ModelOut
+from tutelage.policy.text import renormalised
 
 BASE = ("tokens", "mask", "behaviour_logp")
 Judged = tuple[Tensor, dict[str, Tensor]]
@@ -49,11 +50,12 @@ class Divergence:
 
     def _full(self, out: ModelOut, columns: Mapping[str, Tensor]) -> Judged:
         teacher = expand(self.heads, columns["teacher_hidden"], columns["teacher_index"])
+        teacher = renormalised(teacher, out.allowed)
         if self.objective.rule is None:
             seen = {"teacher_logp": _taken(teacher, out.ids), **common(out, columns)}
             return self.objective.formula(out.log_probs, teacher, self.settings), seen
         rule = self.objective.rule(self.settings)
-        judged = fused.judge(out.tempered, out.ids, teacher, rule, self.settings.floor)
+        judged = fused.judge(out.tempered, out.ids, teacher, rule, self.settings.floor, out.allowed)
         seen = {
             "student_logp": judged.logp,
             "entropy": judged.entropy,
@@ -235,11 +237,22 @@ def distill(
         + (_later_updates(chosen, policy) if form == "supervised" else later_updates(policy))
         + (f"; plus task rewards, weight {task_weight:g}" if task_weight > 0 else "")
         + (later_updates(policy) if form == "supervised" and task_weight > 0 else ""),
+        unconstrained=_some_tokens(chosen),
         top_k=top_k if PAYLOADS[chosen].bucketed else 0,
         derives=("old_logp",) if policy.needs_old_logp and (task_weight > 0 or form != "supervised") else (),
         over_rows=over_rows,
         over_columns=over_columns,
         aggregate=aggregator(policy) if form == "policy_gradient" or task_weight > 0 else None,
+    )
+
+
+def _some_tokens(payload: PayloadName) -> str:
+    """Return why rows with constraints cannot be learned from with this payload; empty if they can."""
+    if not PAYLOADS[payload].bucketed:
+        return ""
+    return (
+        f"payload {payload} has {PAYLOADS[payload].whose} likeliest tokens of the whole vocabulary, not of what the "
+        "constraint allows: use payload full"
     )
 
 

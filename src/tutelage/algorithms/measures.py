@@ -12,6 +12,7 @@ from tutelage.algorithms.contract import TeacherHead
 from tutelage.algorithms.distill import expand
 from tutelage.losses import distillation
 from tutelage.losses.contract import LossSum, ModelOut
+from tutelage.policy.text import renormalised
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class TeacherMeasures:
     def __call__(self, out: ModelOut, columns: Mapping[str, Tensor]) -> LossSum:
         student = out.log_probs
         teacher = expand(self.heads, columns["teacher_hidden"], columns["teacher_index"])
+        teacher = renormalised(teacher, out.allowed)
         reverse = distillation.reverse_kl(student, teacher)
         per_action = {
             "kl": reverse,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tutelage.algorithms.contract import Algorithm
-from tutelage.certify.scene import PROMPTS, Rows, View, batch, everything, heads, view
+from tutelage.certify.drawing import as_drawn
+from tutelage.certify.scene import LONGER, PROMPTS, Rows, View, batch, constrain, everything, heads, view
 from tutelage.certify.subjects import Subject
 from tutelage.certify.textbook import Scalar, drawn
-from tutelage.certify.toy import TEMPERATURE, VOCABULARY, Cast, Copies, Toy, earlier
+from tutelage.certify.toy import TEMPERATURE, VOCABULARY, Cast, Copies, Toy, ToyMasks, earlier
 from tutelage.data.ragged import concatenate
 from tutelage.data.trajectory import Batch, Key
 from tutelage.learner import step as learning
@@ -22,7 +23,7 @@ from tutelage.learner.step import Trainable
 from tutelage.learner.text import Limits
 from tutelage.losses.contract import Loss, LossSum, ModelOut
 
-LIMITS = Limits(micro_batch_tokens=24, logit_tokens=5, temperature=TEMPERATURE, vocabulary=VOCABULARY)
+LIMITS = Limits(micro_batch_tokens=24, logit_tokens=5, temperature=TEMPERATURE, vocabulary=VOCABULARY, masks=ToyMasks())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,17 @@ class Bench:
     def losses(self) -> tuple[Loss, ...]:
         return self.algorithm.critic_losses if self.subject.critic else self.algorithm.losses
 
+    def rows(self, rows: Rows) -> Rows:
+        """Return rows that follow constraints if those of the subject do."""
+        return constrain(rows) if self.subject.constrained else rows
+
+    @torch.no_grad()
     def batch(self, rows: Rows) -> Batch:
         """Return the batch as the queue returns it."""
-        with torch.no_grad():
+        if not rows.spans:
             return batch(rows, view(self.cast, rows), self.algorithm.needs)
+        drawn_rows, behaviour = as_drawn(self.cast.drew, rows)
+        return batch(drawn_rows, replace(view(self.cast, drawn_rows), behaviour=behaviour), self.algorithm.needs)
 
     def prepared(self, given: Batch, limits: Limits = LIMITS) -> Batch:
         """Return the batch with all columns that the losses need, prepared as in a run."""
@@ -127,8 +135,9 @@ class Expected:
 
 def worlds(bench: Bench) -> list[World]:
     """Return one world per prompt, or only the smallest if pairs are enumerated."""
-    chosen = PROMPTS if bench.subject.samples == 1 else PROMPTS[-1:]
-    rows = [everything(prompt, layout) for prompt, layout in chosen]
+    chosen = LONGER if bench.subject.constrained else PROMPTS
+    chosen = chosen if bench.subject.samples == 1 else chosen[-1:]
+    rows = [everything(prompt, layout, constrained=bench.subject.constrained) for prompt, layout in chosen]
     return [World(own, view(bench.cast, own)) for own in rows]
 
 
@@ -173,6 +182,7 @@ def _joined(parts: list[Batch]) -> Batch:
         tuple(key for part in parts for key in part.keys),
         {name: concatenate([part.columns[name] for part in parts]) for name in parts[0].columns},
         {name: torch.cat([part.rows[name] for part in parts]) for name in parts[0].rows},
+        {name: [value for part in parts for value in part.objects[name]] for name in parts[0].objects},
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tutelage.certify.bench import LIMITS, Bench, trainable
-from tutelage.certify.scene import Rows, ragged, shaped, view
+from tutelage.certify.scene import Rows, constrain, ragged, shaped, view
 from tutelage.certify.subjects import Subject
 from tutelage.certify.toy import RARE, TEMPERATURE, Cast, Toy
 from tutelage.data.ragged import Ragged
@@ -56,7 +56,8 @@ def _first(*found: str) -> str:
 def plain(subject: Subject) -> str:
     """Packs, chunks, fused formulas and a training step agree with the plain formula on padded sequences."""
     bench = Bench.of(subject)
-    return _first(*(_as_plain(bench, ragged(seed), f"rows {seed}") for seed in range(DRAWS)), _step(bench))
+    rows = [bench.rows(ragged(seed)) for seed in range(DRAWS)]
+    return _first(*(_as_plain(bench, own, f"rows {seed}") for seed, own in enumerate(rows)), _step(bench))
 
 
 def _as_plain(bench: Bench, rows: Rows, what: str) -> str:
@@ -73,7 +74,7 @@ def _as_plain(bench: Bench, rows: Rows, what: str) -> str:
 def _step(bench: Bench) -> str:
     """With plain gradient descent, learning rate 1 and no clipping, an update changes the weights by minus the
     gradient."""
-    prepared = bench.prepared(bench.batch(ragged(DRAWS)))
+    prepared = bench.prepared(bench.batch(bench.rows(ragged(DRAWS))))
     expected = bench.gradient(prepared)
     learner = trainable(bench.learner)
     before = [parameter.detach().clone() for parameter in learner.parameters]
@@ -89,7 +90,7 @@ def splits(subject: Subject) -> str:
     bench = Bench.of(subject)
     generator = torch.Generator().manual_seed(0)
     for seed in range(DRAWS):
-        prepared = bench.prepared(bench.batch(ragged(seed)))
+        prepared = bench.prepared(bench.batch(bench.rows(ragged(seed))))
         expected = bench.gradient(prepared, replace(LIMITS, micro_batch_tokens=10**6, logit_tokens=10**6))
         for tokens, chunk in ((1, 1), (17, 3), (10**6, 2)):
             limits = replace(LIMITS, micro_batch_tokens=tokens, logit_tokens=chunk)
@@ -105,7 +106,7 @@ def layouts(subject: Subject) -> str:
     """The gradient is the same for columns that were padded or converted to jagged nested tensors."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # nested tensors trigger its log messages
     bench = Bench.of(subject)
-    given = bench.batch(ragged(0))
+    given = bench.batch(bench.rows(ragged(0)))
     expected = bench.gradient(bench.prepared(given))
 
     def padded(column: Ragged) -> Ragged:
@@ -138,7 +139,7 @@ def updates(subject: Subject) -> str:
     assert subject.each is not None
     cast = Cast()
     bench = Bench.of(subject, replace(cast, before=deepcopy(cast.student)))
-    rows = ragged(6)
+    rows = bench.rows(ragged(6))
     student = trainable(cast.student)
     critic = trainable(cast.critic) if bench.algorithm.critic_losses else None
     prepared, _ = learning.prepare(bench.algorithm, student, critic, bench.batch(rows), LIMITS)
@@ -187,9 +188,9 @@ NOBODY_ACTED = ("000", "0")
 def shapes(subject: Subject) -> str:
     """Masked rows, single actions, equal lengths and empty batches work."""
     bench = Bench.of(subject)
-    found = [_as_plain(bench, shaped(patterns, seed=7), name) for name, patterns in SHAPES.items()]
-    nothing = bench.batch(shaped(NOBODY_ACTED, seed=7))
-    empty = bench.batch(shaped(("01",), seed=7)).select([])
+    found = [_as_plain(bench, bench.rows(shaped(patterns, seed=7)), name) for name, patterns in SHAPES.items()]
+    nothing = bench.batch(bench.rows(shaped(NOBODY_ACTED, seed=7)))
+    empty = bench.batch(bench.rows(shaped(("01",), seed=7))).select([])
     for what, given in (("rows without actions", nothing), ("an empty batch", empty)):
         gradient = bench.gradient(bench.prepared(given))
         found.append("" if float(gradient.abs().max()) == 0 else f"{what}: the gradient is not zero")
@@ -199,7 +200,7 @@ def shapes(subject: Subject) -> str:
 def masks(subject: Subject) -> str:
     """The gradient at the student's outputs of prompt, tool and last positions is exactly zero."""
     bench = Bench.of(subject)
-    rows = ragged(1)
+    rows = bench.rows(ragged(1))
     given = bench.prepared(bench.batch(rows))
     toy = bench.learner
     toy.watched = []
@@ -226,7 +227,7 @@ def finite_differences(subject: Subject) -> str:
     bench = Bench.of(subject)
     generator = torch.Generator().manual_seed(3)
     for seed in range(DRAWS):
-        prepared = bench.prepared(bench.batch(ragged(seed)))
+        prepared = bench.prepared(bench.batch(bench.rows(ragged(seed))))
         gradient = bench.gradient(prepared)
         direction = torch.randn(len(gradient), generator=generator, dtype=torch.float64)
         direction /= direction.norm()
@@ -252,7 +253,9 @@ def agreement(subject: Subject) -> str:
     """A teacher or reference equal to the student, or equal rewards, give zero loss and gradient. A teacher almost
     equal to the student gives almost zero loss."""
     cast = Cast()
-    rows = replace(ragged(2), gap=torch.zeros_like(ragged(2).gap))
+    rows = ragged(2)
+    rows = constrain(rows) if subject.constrained else rows
+    rows = replace(rows, gap=torch.zeros_like(rows.gap))
     if subject.agrees in ("rewards", "reference"):
         rows = replace(rows, rewards=torch.full_like(rows.rewards, 0.5))
     if subject.agrees in ("teacher", "reference"):
@@ -309,7 +312,7 @@ def _extreme(subject: Subject, own: float, theirs: float, dtype: torch.dtype) ->
     for toy in (cast.teacher, cast.reference):
         toy.head.linear.bias.data[token] += theirs
     bench = Bench.of(subject, cast.to(dtype))
-    return bench.gradient(bench.prepared(bench.batch(ragged(5, groups=2))))
+    return bench.gradient(bench.prepared(bench.batch(bench.rows(ragged(5, groups=2)))))
 
 
 CHECKS: Mapping[str, Check] = {

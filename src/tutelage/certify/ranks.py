@@ -98,7 +98,7 @@ def _share(subject: Subject | None, rank: int) -> str:
     gradient = torch.full((sum(p.numel() for p in bench.learner.parameters()),), torch.nan, dtype=torch.float64)
     expected, raised = gradient, ""
     try:
-        prepared = bench.prepared(bench.batch(ragged(4)))
+        prepared = bench.prepared(bench.batch(bench.rows(ragged(4))))
         mine = prepared.select(list(range(rank, len(prepared), RANKS)))
         own, everyone = (int(batch.columns["mask"].values.sum()) for batch in (mine, prepared))
         expected = bench.gradient(prepared)

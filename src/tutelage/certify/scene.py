@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from tutelage.algorithms.contract import TeacherHead
-from tutelage.certify.toy import TEMPERATURE, VOCABULARY, Cast, Toy
+from tutelage.certify.toy import CONSTRAINTS, TEMPERATURE, VOCABULARY, Cast, Toy, rule
 from tutelage.data.ragged import Ragged, offsets_of
 from tutelage.data.trajectory import Batch, EpisodeKey, Key
+from tutelage.policy.constraints import ConstrainedSpan, as_column
 
 TOP_K = 2
+ABSENT = -1e4
+"""The log-prob of an outcome that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class Rows:
     """float64 [rows]."""
     gap: Tensor
     """float64 [actions]: the sampler's log-probs minus the learner's."""
+    spans: tuple[tuple[ConstrainedSpan, ...], ...] = ()
+    """The constraints of each row; empty if no row has any."""
 
     @property
     def lengths(self) -> Tensor:
@@ -60,6 +65,8 @@ class View:
     """Log-probs [actions, vocabulary] of the sampler."""
     behaviour: Tensor
     """[actions]: the sampler's log-prob of each action."""
+    allowed: Tensor
+    """bool [actions, vocabulary]: what could be drawn. Log-probs of other ids are ABSENT."""
     teacher_hidden: Tensor
     rewards: Tensor
     """[rows]."""
@@ -81,9 +88,11 @@ def view(cast: Cast, rows: Rows) -> View:
     at = torch.cat(chose) if chose else row
     ids = torch.cat([tokens[mask] for tokens, mask in zip(rows.tokens, rows.masks, strict=True)])
     hidden = [toy.plain(rows.tokens)[row, at] for toy in (cast.student, cast.teacher, cast.reference, cast.critic)]
-    student = torch.log_softmax(cast.student.logits(hidden[0]) / TEMPERATURE, dim=-1)
+    allowed = allowed_ids(rows)
+    student = within(cast.student.logits(hidden[0]) / TEMPERATURE, allowed)
     before, sampler = (
-        student.detach() if toy is cast.student else _tempered(toy, rows, row, at) for toy in (cast.old, cast.drew)
+        student.detach() if toy is cast.student else within(_tempered(toy, rows, row, at), allowed)
+        for toy in (cast.old, cast.drew)
     )
     behaviour = sampler.gather(-1, ids[:, None]).squeeze(-1) + rows.gap.to(student.dtype)
     return View(
@@ -91,12 +100,13 @@ def view(cast: Cast, rows: Rows) -> View:
         row=row,
         lengths=rows.lengths,
         student=student,
-        teacher=cast.teacher.log_probs(hidden[1]).detach(),
-        reference=cast.reference.log_probs(hidden[2]).detach(),
+        teacher=within(cast.teacher.logits(hidden[1]), allowed).detach(),
+        reference=within(cast.reference.logits(hidden[2]), allowed).detach(),
         values=cast.critic.values(hidden[3]),
         before=before,
         sampler=sampler,
         behaviour=behaviour,
+        allowed=allowed,
         teacher_hidden=hidden[1].detach(),
         rewards=rows.rewards.to(student.dtype),
         keys=rows.keys,
@@ -104,8 +114,14 @@ def view(cast: Cast, rows: Rows) -> View:
 
 
 def _tempered(toy: Toy, rows: Rows, row: Tensor, at: Tensor) -> Tensor:
-    """Return the log-probs of a student with other weights, at the rollout's temperature."""
-    return torch.log_softmax(toy.logits(toy.plain(rows.tokens)[row, at]) / TEMPERATURE, dim=-1).detach()
+    """Return the logits of a student with other weights, at the rollout's temperature."""
+    return (toy.logits(toy.plain(rows.tokens)[row, at]) / TEMPERATURE).detach()
+
+
+def within(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Return the log-probs of what is allowed; those of other ids are ABSENT."""
+    inside = torch.where(allowed, logits, torch.full_like(logits, -torch.inf))
+    return torch.where(allowed, inside.log_softmax(-1), torch.full_like(logits, ABSENT))
 
 
 def heads(cast: Cast) -> tuple[TeacherHead, ...]:
@@ -139,6 +155,7 @@ def batch(rows: Rows, seen: View, needs: Iterable[str]) -> Batch:
         rows.keys,
         {name: column for name, column in columns.items() if name in asked},
         {name: column for name, column in per_row.items() if name in asked},
+        {"constraints": [as_column(spans) for spans in rows.spans]} if rows.spans else {},
     )
 
 
@@ -148,17 +165,26 @@ PROMPTS: tuple[tuple[tuple[int, ...], str], ...] = (((1, 3), "ataa"), ((2, 0, 3)
 """Prompts and the layout of what follows: `a` is an action, `t` a tool token, which depends on the action before it."""
 
 
-def everything(prompt: Sequence[int], layout: str) -> Rows:
+LONGER: tuple[tuple[tuple[int, ...], str], ...] = (((1, 3), "aatata"), ((2, 0, 3), "aaa"))
+"""The same for turns with constraints, in which some tokens are forced; packs share no prefix of them."""
+
+
+def everything(prompt: Sequence[int], layout: str, *, constrained: bool = False) -> Rows:
     """Return all sequences that the student can generate after a prompt, each with its own reward."""
+    spans = _turns(torch.tensor([False] * len(prompt) + [kind == "a" for kind in layout])) if constrained else ()
     tokens = [_sequence(prompt, layout, actions) for actions in product(range(VOCABULARY), repeat=layout.count("a"))]
+    tokens = [row for row in tokens if all(int(row[at]) in choices for at, choices in _choices(row, spans))]
     mask = torch.tensor([False] * len(prompt) + [kind == "a" for kind in layout])
+    for at, choices in _choices(tokens[0], spans):
+        mask[at] = len(choices) > 1
     generator = torch.Generator().manual_seed(len(tokens))
     return Rows(
         tokens=tuple(tokens),
         masks=(mask,) * len(tokens),
         keys=tuple(Key("train", number, 0, 0, 0) for number in range(len(tokens))),
         rewards=torch.rand(len(tokens), generator=generator, dtype=torch.float64),
-        gap=torch.zeros(len(tokens) * layout.count("a"), dtype=torch.float64),
+        gap=torch.zeros(len(tokens) * int(mask.sum()), dtype=torch.float64),
+        spans=(spans,) * len(tokens) if constrained else (),
     )
 
 
@@ -167,6 +193,46 @@ def _sequence(prompt: Sequence[int], layout: str, actions: Sequence[int]) -> Ten
     for kind in layout:
         written.append(left.pop(0) if kind == "a" else (written[-1] + 2) % VOCABULARY)
     return torch.tensor(written)
+
+
+# ── constraints ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _turns(mask: Tensor) -> tuple[ConstrainedSpan, ...]:
+    """Return the constraints of a row: its turns are runs of actions, and every third is free."""
+    edges = torch.nn.functional.pad(mask.to(torch.int8), (1, 1)).diff().nonzero().squeeze(-1).view(-1, 2).tolist()
+    turns = [(start, end, CONSTRAINTS[number % 3]) for number, (start, end) in enumerate(edges)]
+    return tuple(ConstrainedSpan(start, end, constraint) for start, end, constraint in turns if constraint is not None)
+
+
+def _choices(tokens: Tensor, spans: Iterable[ConstrainedSpan]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each constrained position of a row, and the ids that are allowed there after the tokens before it."""
+    for start, end, constraint in spans:
+        for at in range(start, end):
+            yield at, rule(constraint, tokens[start:at].tolist())
+
+
+def constrain(rows: Rows) -> Rows:
+    """Return rows with the same turns, whose tokens follow constraints. Forced tokens are no actions."""
+    tokens, masks, spans = [row.clone() for row in rows.tokens], [mask.clone() for mask in rows.masks], []
+    for row, mask in zip(tokens, masks, strict=True):
+        spans.append(_turns(mask))
+        for at, choices in _choices(row, spans[-1]):
+            row[at] = choices[int(row[at]) % len(choices)]
+            mask[at] = len(choices) > 1
+    kept = torch.cat([now[was] for now, was in zip(masks, rows.masks, strict=True)])
+    return replace(rows, tokens=tuple(tokens), masks=tuple(masks), gap=rows.gap[kept], spans=tuple(spans))
+
+
+def allowed_ids(rows: Rows) -> Tensor:
+    """Return bool [actions, vocabulary]: what each action could have been."""
+    found = [torch.ones(0, VOCABULARY, dtype=torch.bool)]
+    for number, (tokens, mask) in enumerate(zip(rows.tokens, rows.masks, strict=True)):
+        allowed = torch.ones(len(tokens), VOCABULARY, dtype=torch.bool)
+        for at, choices in _choices(tokens, rows.spans[number] if rows.spans else ()):
+            allowed[at] = torch.isin(torch.arange(VOCABULARY), torch.tensor(choices))
+        found.append(allowed[mask])
+    return torch.cat(found)
 
 
 # ── rows of various shapes ───────────────────────────────────────────────────────────────────────────────────────────

@@ -56,6 +56,8 @@ class Subject:
     """For a payload with some tokens only: the divergence over all tokens."""
     samples: int = 1
     """The number of rows in a batch, which form a group."""
+    constrained: bool = False
+    """Whether turns are drawn under constraints."""
     critic: bool = False
     """Whether the critic is trained instead of the student."""
     agrees: Literal["teacher", "reference", "rewards"] | None = None
@@ -85,6 +87,7 @@ class Refused(Exception):
 
 def subjects(names: Collection[str] | None = None) -> tuple[list[Subject], dict[str, str]]:
     """Return all subjects, or those of some objectives, and the reason for each name that has none."""
+    from tutelage.certify.constrained import constrained
     from tutelage.certify.reuse import later_updates, reuse
 
     found: list[Subject] = []
@@ -103,7 +106,7 @@ def subjects(names: Collection[str] | None = None) -> tuple[list[Subject], dict[
         found += [*reinforcement(), *reuse()]
         known = {subject.objective for subject in found} | {"distill"}
         missing |= {name: "an algorithm without rows" for name in schema.ALGORITHMS if name not in known}
-    return found, missing
+    return [*found, *constrained(found)], missing
 
 
 def builder(**algorithm: Any) -> Build:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tutelage.algorithms.objectives import OBJECTIVES, Objective, Settings
-from tutelage.certify.scene import TOP_K, View
+from tutelage.certify.scene import ABSENT, TOP_K, View
 
 Term = Callable[[Tensor, Tensor, Settings], Tensor]
 """Maps log q and log p of outcomes, of the same shape, to the term of each outcome."""
@@ -21,8 +21,6 @@ Scalar = Callable[[View], Tensor]
 """A scalar whose gradient is compared."""
 PerAction = Callable[[View], Tensor]
 """Values per action, [actions]."""
-
-ABSENT = -1e4
 
 
 def _jsd(q: Tensor, p: Tensor, s: Settings) -> Tensor:
@@ -51,13 +49,15 @@ ESTIMATES: Mapping[str, Term] = {
 
 def outcomes(seen: View, payload: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probs of student and teacher [actions, vocabulary + 1], and a bool mask of that shape for the
-    outcomes that exist: the ids in the payload, and one last outcome for all others. The full payload has all ids."""
-    named = torch.ones_like(seen.student, dtype=torch.bool)
+    outcomes that exist: the ids in the payload, and one last outcome for all others. The full payload has all ids that
+    are allowed."""
+    named = seen.allowed
     if payload != "full":
         own, theirs = (x.detach().topk(TOP_K, dim=-1).indices for x in (seen.student, seen.teacher))
         chosen = {"top_k": [theirs], "student_top_k": [own], "union": [own, theirs]}[payload]
         named = torch.zeros_like(named).scatter(-1, torch.cat(chosen, dim=-1), True)
-    present = torch.cat([named, (~named).any(-1, keepdim=True)], dim=-1)
+    rest = (seen.allowed & ~named).any(-1, keepdim=True)
+    present = torch.cat([named, rest], dim=-1)
     return _buckets(seen.student, named, present), _buckets(seen.teacher, named, present), present
 
 

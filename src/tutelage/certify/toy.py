@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tutelage.data.ragged import Ragged
 from tutelage.models.causal_lm import CausalLM, OutputHead
 from tutelage.models.packing import Pack
+from tutelage.policy.constraints import Constraint
 
 VOCABULARY = 5
 """Number of ids that student and teacher share."""
@@ -147,6 +148,32 @@ class Copies(Toy):
             states.append(state)
         hidden = torch.cat(states, dim=1) @ out @ weight + bias[:, None]
         return hidden.flatten(0, 1)[places.flatten().argsort()]
+
+
+# ── constraints ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rule(constraint: Constraint, written: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids that may follow what was written in a turn. The second, fifth, … token of a turn is forced."""
+    last = written[-1] if written else 1
+    if len(written) % 3 == 1:
+        return ((last + 2) % VOCABULARY,)
+    if constraint.text == "even":
+        return tuple(sorted({last, (last + 1) % VOCABULARY, RARE}))
+    return tuple(sorted({0, (last + 3) % VOCABULARY, RARE}))
+
+
+CONSTRAINTS = (Constraint("regex", "even"), Constraint("regex", "odd"), None)
+"""Those of the first turn of a row, the second, the third, and so on."""
+
+
+class ToyMasks:
+    """The rule in place of the masks of a tokenizer."""
+
+    vocabulary = VOCABULARY
+
+    def along(self, constraint: Constraint, ids: Sequence[int]) -> list[bytes]:
+        return [bytes([sum(1 << id for id in rule(constraint, ids[:at]))]) for at in range(len(ids))]
 
 
 def _student() -> Toy:

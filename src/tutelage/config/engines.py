@@ -43,6 +43,8 @@ class Abilities:
     weights: frozenset[TakesWeights] = frozenset()
     """`shared`: computes with the learner's own tensors; `tensors`: copies those that learn, by name; `whole`: copies
     all tensors of the model, with adapters merged. A student needs one of them"""
+    constrains: bool = False
+    """can restrict what it draws and scores to the ids that a constraint allows"""
     spans_devices: bool = False
     """computes on all devices of a replica; otherwise on one of them, or with one thread for each of its CPUs"""
     reproducible: bool = False
@@ -58,6 +60,7 @@ ENGINES: dict[str, Abilities] = {
         embedded=True,
         scores=frozenset({"sampled", "top_k", "given", "hidden"}),
         weights=frozenset({"shared", "tensors"}),
+        constrains=True,
         reproducible=True,
     ),
     "http": Abilities(
@@ -86,6 +89,11 @@ ENGINES: dict[str, Abilities] = {
     ),
 }
 """Engines by the name that a recipe gives as `kind`."""
+
+
+def constraining() -> str:
+    """Return the names of the engines that can constrain what is drawn, for error messages."""
+    return ", ".join(sorted(name for name, abilities in ENGINES.items() if abilities.constrains))
 
 
 def known_engine(kind: str, makes: Makes) -> str:

@@ -6,7 +6,7 @@ one prompt are a *group*. One trajectory becomes one row of the sample queue.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -128,9 +128,17 @@ class Trajectory:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first action (all of them if the student never acted)."""
+        """Tokens before the turn of the first action (all of them if the student never acted). A turn may begin with
+        forced tokens, which are no actions."""
         first = self.mask.numpy().tobytes().find(1)
-        return len(self.mask) if first < 0 else first
+        if first < 0:
+            return len(self.mask)
+        return next((start for start, end, *_ in self.extra.get("constraints", ()) if start <= first < end), first)
+
+    @property
+    def written(self) -> Tensor:
+        """bool [length]: true where the student wrote: its actions, and tokens that a constraint forced"""
+        return written(self.mask, self.extra.get("constraints", ()))
 
     def columns(self) -> dict[str, Any]:
         """The row that the queue stores; its reward is its episode's, see `Episode.rewarded`."""
@@ -138,6 +146,16 @@ class Trajectory:
         if self.tokens.shape[0]:
             row["tokens"] = self.tokens
         return row
+
+
+def written(mask: Tensor, constraints: Sequence[Sequence[Any]]) -> Tensor:
+    """Return the mask of a row with the forced tokens of its column `constraints`."""
+    if not constraints:
+        return mask
+    mask = mask.clone()
+    for start, end, *_ in constraints:
+        mask[start:end] = True
+    return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +219,7 @@ COLUMNS: dict[str, Column] = {
         Column("teacher_hidden", torch.float32, "action", "teachers", trailing=(None,)),
         Column("teacher_index", torch.int32, "row", "teachers"),
         Column("teacher_mass_outside", torch.float32, "row", "teachers"),
+        Column("constraints", None, "row", "agent_loop"),
         Column("sigmas", torch.float32, "step", "agent_loop"),
         Column("timesteps", torch.float32, "step", "agent_loop"),
         Column("latents", torch.float32, "action", "agent_loop", trailing=None),

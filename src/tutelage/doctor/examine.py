@@ -233,6 +233,10 @@ class _OnSamples:
                 reason = "no samples of the student, see above"
                 self.found += [CheckResult(section, name, "skipped", reason) for section, name in ON_SAMPLES]
                 return
+            if not len(samples.batch):
+                reason = "all samples were drawn under a constraint, and these checks compare free ones only"
+                self.found += [CheckResult(section, name, "skipped", reason) for section, name in ON_SAMPLES]
+                return
             await self._checks(backend, samples)
 
     async def _checks(self, backend: InlineBackend, samples: Samples) -> None:

@@ -14,6 +14,7 @@ from tutelage.config.schema import Config
 from tutelage.data.trajectory import Batch, GroupKey, Key, Prompt, Trajectory
 from tutelage.engines.contract import ScoreRequest, Want
 from tutelage.evaluation.text import run_prompts
+from tutelage.queue.constrained import CONSTRAINED
 from tutelage.queue.contract import BatchRef
 from tutelage.teachers.client import align
 
@@ -63,7 +64,7 @@ class Samples:
 
 async def draw_samples(parts: Parts, config: Config) -> Samples:
     """Let the student answer held-out prompts, or training prompts if none are held out. The backend must be
-    running."""
+    running. Answers that were drawn under a constraint are left out: what they are compared with knows none."""
     each = 1 if config.teachers else min(GROUP, config.rollout.samples)
     wanted = -(-SAMPLES // each)
     rows = parts.heldout[:wanted] if parts.heldout is not None else parts.stream.take(wanted)
@@ -73,10 +74,12 @@ async def draw_samples(parts: Parts, config: Config) -> Samples:
     needs = [*BASE, *PAYLOADS[parts.algorithm.payload].columns, *(("reward",) if config.rewards else ())]
     answers = await run_prompts(parts, order, prompts, needs, lambda: None)
     try:
-        batch = await parts.queue.get(answers.ref, needs)
+        free = [row for row, key in enumerate(answers.ref.keys) if CONSTRAINED not in answers.ref.tags[key]]
+        ref = answers.ref.rows(free)
+        batch = await parts.queue.get(ref, needs)
     finally:
         await parts.queue.clear(answers.ref)
-    return Samples(prompts, answers.ref, batch)
+    return Samples(prompts, ref, batch)
 
 
 def score_requests(parts: Parts, samples: Samples, teacher: str, want: Want, limit: int) -> list[ScoreRequest]:

@@ -14,15 +14,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tutelage.config.engines import Abilities, ScoreField
 from tutelage.data.trajectory import Key
+from tutelage.policy.constraints import ConstrainedSpan, Constraint
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. The log-prob that is reported is after temperature and before truncation."""
+    """How to draw tokens. The log-prob that is reported is after temperature, within the constraint and before
+    truncation."""
 
     temperature: float = 1.0
     """0 is greedy; log-probs are then those at temperature 1"""
@@ -30,7 +33,8 @@ class Sampling:
     top_k: int = 0
     """0 is the whole vocabulary"""
     min_tokens: int = 0
-    """stop conditions before this many tokens are ignored (their ids cannot be drawn)"""
+    """stop conditions before this many tokens are ignored (their ids cannot be drawn, unless a constraint allows no
+    others)"""
     max_tokens: int = 128
     """at most as many as the engine's context has room for"""
     stop_ids: tuple[int, ...] = ()
@@ -39,6 +43,8 @@ class Sampling:
     """strings that end the generation; the text up to and including the string is kept"""
     top_ids: int = 0
     """also report the ids of so many most likely tokens at every position"""
+    constraint: Constraint | None = None
+    """what the answer must follow; an end-of-turn id ends it, a stop condition or `max_tokens` may cut it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +75,20 @@ class Generation:
     finish: Finish
     top_ids: Tensor | None = None
     """int64 [new, k]: if they were asked for"""
+    constraint: Constraint | None = None
+    """what the tokens were drawn under"""
+    forced: Tensor | None = None
+    """bool [new]: with a constraint, true for tokens that were the only ones allowed, which are no actions"""
     mass_cut: float = 0.0
-    """mean probability of what could not be drawn: cut by top-p and top-k, or stop ids before min_tokens"""
+    """mean probability, over actions, of what could not be drawn: cut by top-p and top-k, or stop ids before
+    min_tokens"""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """wait (until admitted) and run"""
+
+    @property
+    def acted(self) -> Tensor:
+        """bool [new]: true for tokens that are actions, which is all of them but those that a constraint forced"""
+        return torch.ones_like(self.tokens, dtype=torch.bool) if self.forced is None else ~self.forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +203,8 @@ class ScoreRequest:
     """seconds from submission"""
     ids: Tensor | None = None
     """int64 [actions, k]: the ids that `want.given` is about"""
+    constraints: tuple[ConstrainedSpan, ...] = ()
+    """spans of `tokens` that were drawn under a constraint: log-probs are within what it allows"""
 
 
 @dataclass(frozen=True, slots=True)

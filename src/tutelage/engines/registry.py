@@ -19,6 +19,7 @@ from tutelage.engines.contract import Engine
 if TYPE_CHECKING:
     from tutelage.models.causal_lm import CausalLM
     from tutelage.models.flow.contract import FlowModel
+    from tutelage.policy.constraints import TokenMasks
 
 Role = Literal["student", "teacher", "reference"]
 
@@ -64,6 +65,8 @@ class TextSpec:
     """prompt tokens whose keys and values are kept for the other samples of the same prompts"""
     decode: Callable[[list[int]], str] | None = None
     """turns ids into text, to find stop strings"""
+    masks: TokenMasks | None = None
+    """the ids that constraints allow"""
     endpoint: Endpoint | None = None
     """the servers of an engine that computes elsewhere"""
     dtype: str = "auto"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutelage.engines.contract import Sampling
-from tutelage.policy.text import DrawSettings, draw
+from tutelage.policy.text import DrawSettings, draw, restricted
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +18,24 @@ class NextToken:
 
     id: int
     logp: float
-    """after temperature, before truncation"""
+    """after temperature, within what is allowed, before truncation"""
     mass_cut: float
     top_ids: Tensor | None
     """int64 [k]: if they were asked for"""
 
 
 def next_tokens(
-    logits: Tensor, samplings: Sequence[Sampling], written: Sequence[int], numbers: Sequence[float]
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    written: Sequence[int],
+    numbers: Sequence[float],
+    allowed: Tensor | None = None,
 ) -> list[NextToken]:
     """Draw one token for each row of the logits [rows, vocabulary]. `written` is the number of tokens that the answer
-    has already, and `numbers` the uniform number that draws its next one."""
+    has already, and `numbers` the uniform number that draws its next one. `allowed`, bool [rows, vocabulary], are the
+    ids that the constraints of the answers allow, if some have one."""
     device = logits.device
+    logits = restricted(logits, allowed)
     settings = DrawSettings(
         temperature=torch.tensor([s.temperature for s in samplings], device=device),
         top_p=torch.tensor([s.top_p for s in samplings], device=device),
@@ -37,7 +43,7 @@ def next_tokens(
         truncated=any(s.top_p < 1.0 or s.top_k > 0 for s in samplings),
     )
     uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
-    drawn = draw(logits, uniform, settings, _banned(logits, samplings, written))
+    drawn = draw(logits, uniform, settings, _banned(logits, samplings, written, allowed))
     wanted = min(max(s.top_ids for s in samplings), logits.shape[-1])
     best = logits.topk(wanted, dim=-1).indices.cpu() if wanted else None
     return [
@@ -58,8 +64,10 @@ def stacked_top_ids(sampling: Sampling, found: Sequence[Tensor | None]) -> Tenso
     return torch.stack(rows) if rows else torch.empty(0, sampling.top_ids, dtype=torch.int64)
 
 
-def _banned(logits: Tensor, samplings: Sequence[Sampling], written: Sequence[int]) -> Tensor | None:
-    """Stop ids may not be drawn before min_tokens."""
+def _banned(
+    logits: Tensor, samplings: Sequence[Sampling], written: Sequence[int], allowed: Tensor | None
+) -> Tensor | None:
+    """Stop ids may not be drawn before min_tokens, except where a constraint allows nothing else."""
     early = [
         (row, list(sampling.stop_ids))
         for row, (sampling, count) in enumerate(zip(samplings, written, strict=True))
@@ -70,4 +78,6 @@ def _banned(logits: Tensor, samplings: Sequence[Sampling], written: Sequence[int
     banned = torch.zeros_like(logits, dtype=torch.bool)
     for row, ids in early:
         banned[row, ids] = True
+    if allowed is not None:
+        banned &= (allowed & ~banned).any(-1, keepdim=True)
     return banned

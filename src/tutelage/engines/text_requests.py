@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tutelage.config.engines import constraining
 from tutelage.engines.contract import (
     AnyRequest,
     AnyScoreRequest,
@@ -12,15 +13,18 @@ from tutelage.engines.contract import (
     GenerateRequest,
     Sampling,
     ScoreRequest,
+    Want,
 )
 
 Decode = Callable[[list[int]], str]
 """Turns ids into text, to find stop strings."""
 
 
-def checked_generation(request: AnyRequest, context: int, decode: Decode | None) -> GenerateRequest:
+def checked_generation(
+    request: AnyRequest, context: int, decode: Decode | None, *, constrains: bool = False
+) -> GenerateRequest:
     """Return the request with `max_tokens` reduced to the room that is left in the context; 0 if there is none. Raises
-    EngineError if it cannot be served."""
+    EngineError if it cannot be served. `constrains` is whether the engine can do that."""
     if not isinstance(request, GenerateRequest):
         raise EngineError(f"request {request.id}: this engine continues tokens; it makes no media")
     if len(request.tokens) == 0:
@@ -29,6 +33,8 @@ def checked_generation(request: AnyRequest, context: int, decode: Decode | None)
         raise EngineError(f"request {request.id}: max_tokens = {request.sampling.max_tokens}, at least 1 is needed")
     if request.sampling.stop_strings and decode is None:
         raise EngineError(f"request {request.id}: stop strings need an engine with a decoder")
+    if request.sampling.constraint is not None and not constrains:
+        raise EngineError(f"request {request.id}: {_UNCONSTRAINED}")
     room = max(context - len(request.tokens), 0)
     if request.sampling.max_tokens > room:
         least = min(request.sampling.min_tokens, room)
@@ -36,8 +42,14 @@ def checked_generation(request: AnyRequest, context: int, decode: Decode | None)
     return request
 
 
-def checked_score(request: AnyScoreRequest) -> ScoreRequest:
-    """Return the request. Raises EngineError if it is not about tokens, or if its spans are not in order."""
+_UNCONSTRAINED = (
+    f"this engine cannot constrain what is drawn, or score within a constraint; these can: {constraining()}"
+)
+
+
+def checked_score(request: AnyScoreRequest, *, constrains: bool = False) -> ScoreRequest:
+    """Return the request. Raises EngineError if it is not about tokens, if its spans are not in order, or if it asks
+    for log-probs within a constraint and the engine has none. Hidden states do not depend on constraints."""
     if not isinstance(request, ScoreRequest) or request.want.step_mean:
         raise EngineError(f"{request.key}: this engine scores tokens, not denoising steps")
     reached = 1
@@ -48,6 +60,8 @@ def checked_score(request: AnyScoreRequest) -> ScoreRequest:
                 "(spans come in order, and nothing stands before token 0)"
             )
         reached = end
+    if request.constraints and not constrains and request.want != Want(hidden=request.want.hidden):
+        raise EngineError(f"{request.key}: {_UNCONSTRAINED}")
     return request
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tutelage.engines.contract import ScoreRequest, Scores, Want
+from tutelage.policy.constraints import Allowed
 from tutelage.policy.text import log_probs
 
 
@@ -23,12 +24,19 @@ class ScoreRule:
     """positions whose logits are in memory at the same time"""
 
     def __call__(
-        self, head: Callable[[Tensor], Tensor], size: int, states: Tensor, taken: Tensor, want: Want, ids: Tensor | None
+        self,
+        head: Callable[[Tensor], Tensor],
+        size: int,
+        states: Tensor,
+        taken: Tensor,
+        want: Want,
+        ids: Tensor | None,
+        allowed: Allowed | None = None,
     ) -> Scores:
         """Score positions by their states [n, width], on the device of the states; the result is on the CPU.
 
         `head` maps states to float32 logits [n, size]; `taken` [n] are the tokens that the student took, and `ids`
-        [n, k] those that `want.given` is about.
+        [n, k] those that `want.given` is about. `allowed` are the ids to which log-probs are restricted.
         """
         logp, best_ids, best, given, outside = [], [], [], [], []
         narrowed = self.vocabulary is not None and self.vocabulary < size
@@ -40,7 +48,8 @@ class ScoreRule:
                 if narrowed:
                     outside.append(logits.softmax(-1)[:, self.vocabulary :].sum(-1))
                     logits = logits[:, : self.vocabulary]
-                distribution = log_probs(logits, self.temperature)
+                inside = allowed.at(chunk, logits.device) if allowed is not None else None
+                distribution = log_probs(logits, self.temperature, inside)
                 logp.append(distribution.gather(-1, taken[chunk, None]).squeeze(-1))
                 if want.top_k:
                     top = distribution.topk(min(want.top_k, distribution.shape[-1]), dim=-1)

@@ -40,8 +40,9 @@ from tutelage.data.seeds import derive_seed
 from tutelage.data.trajectory import Batch, Episode, EpisodeKey, GroupKey, Prompt, Trajectory
 from tutelage.engines.contract import GenerateRequest, Sampling
 from tutelage.errors import UserError
+from tutelage.queue.constrained import with_constraints
 from tutelage.queue.contract import BatchRef, SampleQueue
-from tutelage.record.batches import named_parts
+from tutelage.record.batches import named_parts, written_pieces
 from tutelage.record.run_directory import EvalSample
 from tutelage.rollout.contract import render_prompt
 from tutelage.rollout.judges import part_means, reward_weights
@@ -248,6 +249,7 @@ class Evaluator:
         try:
             own = await parts.backend.measure(answers.ref, self.columns)
             batch = await parts.queue.get(answers.ref, ("tokens", "mask", *(REWARD if parts.config.rewards else ())))
+            batch = await with_constraints(parts.queue, answers.ref, batch)
         finally:
             await parts.queue.clear(answers.ref)
         metrics: dict[str, float] = {}
@@ -361,8 +363,7 @@ class Evaluator:
             if prompt.uid not in by_uid:
                 continue
             row = by_uid[prompt.uid]
-            ids = batch.columns["tokens"].row(row)[batch.columns["mask"].row(row)].tolist()
-            pieces = tuple(self.tokenizer.pieces(ids))
+            _, pieces = written_pieces(batch, row, self.tokenizer.pieces)
             values = _floats(divergence.row(row)) if divergence is not None else None
             reward = float(batch.rows["reward"][row]) if "reward" in batch.rows else None
             parts = named_parts(batch, row, tuple(self.config.rewards))

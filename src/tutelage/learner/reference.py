@@ -19,6 +19,7 @@ from tutelage.learner.text import Limits
 from tutelage.learner.update import measure
 from tutelage.losses.contract import Loss
 from tutelage.models.causal_lm import CausalLM
+from tutelage.policy.constraints import Allowed
 from tutelage.policy.text import log_probs
 
 ROWS = 4
@@ -57,7 +58,7 @@ class ReferenceCheck:
         part = batch.select(_chosen(batch, max(1, ROWS // ranks.count)))
         found = measure(model, part, [self.reader], self.cut, ranks).get(self.reader.name)
         learned = [] if found is None else found.rows()
-        own = [self._own_logp(model, tokens, mask) for tokens, mask in _rows(part, max(ranks.all(len(part))))]
+        own = [self._own_logp(model, *row) for row in self._rows(part, max(ranks.all(len(part))))]
         ranks.settle(model)
         near = [_gaps(mine[: len(logp)].float(), logp) for (logp, _), mine in zip(own, learned, strict=False)]
         gathered = ranks.all((torch.cat(near) if near else torch.empty(0), any(half for _, half in own)))
@@ -77,15 +78,26 @@ class ReferenceCheck:
     ) -> dict[str, float]:
         """Return `reference_rounding` if rounding explains how far the learner is from the model; else nothing."""
         with model.in_float32():
-            exact = [self._own_logp(model, tokens, mask)[0] for tokens, mask in _rows(part, len(part))]
+            exact = [self._own_logp(model, *row)[0] for row in self._rows(part, len(part))]
         rounded, mistaken = (
             float(torch.cat([_gaps(row[: len(e)].float(), e) for row, e in zip(rows, exact, strict=True)]).mean())
             for rows in (own, learned)
         )
         return {"reference_rounding": rounded} if mistaken <= ROUNDING * rounded else {}
 
+    def _rows(self, part: Batch, passes: int) -> Iterator[tuple[Tensor, Tensor, Allowed | None]]:
+        """Yield the tokens and mask of each row, and the ids that could be drawn at its actions. A rank with fewer rows
+        than others adds rows of one masked token."""
+        for row in range(len(part)):
+            alone = part.select([row])
+            yield part.columns["tokens"].row(row), part.columns["mask"].row(row), self.cut.allowed(alone)
+        for _ in range(passes - len(part)):
+            yield torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), None
+
     @torch.no_grad()
-    def _own_logp(self, model: CausalLM, tokens: Tensor, mask: Tensor) -> tuple[Tensor, bool]:
+    def _own_logp(
+        self, model: CausalLM, tokens: Tensor, mask: Tensor, allowed: Allowed | None = None
+    ) -> tuple[Tensor, bool]:
         """Return the log-probs [actions] of a row's actions, and whether the model computes in half precision."""
         heads = int(model.model.config.get_text_config().num_attention_heads)
         tokens = tokens[: max(2, int((SCORES / heads) ** 0.5))]
@@ -94,7 +106,8 @@ class ReferenceCheck:
         states, found = hidden[(actions - 1).to(hidden.device)], [torch.empty(0)]
         for at in range(0, len(actions), self.cut.logit_tokens):
             here = slice(at, at + self.cut.logit_tokens)
-            logp = log_probs(model.head(states[here], self.cut.vocabulary), self.cut.temperature)
+            inside = allowed.at(here, hidden.device) if allowed is not None else None
+            logp = log_probs(model.head(states[here], self.cut.vocabulary), self.cut.temperature, inside)
             found.append(logp.gather(-1, tokens[actions[here], None].to(hidden.device)).squeeze(-1).float().cpu())
         return torch.cat(found), hidden.dtype in (torch.bfloat16, torch.float16)
 
@@ -132,10 +145,3 @@ def _chosen(batch: Batch, rows: int) -> list[int]:
     acting = sorted((row for row, mask in enumerate(masks) if bool(mask.any())), key=lambda row: (-lengths[row], row))
     few = -(-rows // 2)
     return sorted({*acting[:few], *acting[max(few, len(acting) - rows + few) :]})
-
-
-def _rows(part: Batch, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens and mask of each row. A rank with fewer rows than others adds rows of one masked token."""
-    yield from zip(part.columns["tokens"].rows(), part.columns["mask"].rows(), strict=True)
-    for _ in range(passes - len(part)):
-        yield torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)

@@ -21,6 +21,7 @@ from tutelage.algorithms.policy import ReadLogp
 from tutelage.algorithms.ppo import ReadValues
 from tutelage.data.ragged import Ragged
 from tutelage.data.trajectory import Batch, GroupKey, Key
+from tutelage.errors import UserError
 from tutelage.learner.masters import Rounded, round_weights
 from tutelage.learner.packing import deal, in_order
 from tutelage.learner.ranks import Ranks, alone
@@ -28,6 +29,7 @@ from tutelage.learner.reference import ReferenceCheck
 from tutelage.learner.schedule import Schedule
 from tutelage.learner.update import Cut, measure, update
 from tutelage.losses.contract import Loss
+from tutelage.queue.constrained import CONSTRAINED, with_constraints
 from tutelage.queue.contract import BatchRef, SampleQueue
 
 
@@ -313,6 +315,9 @@ class Learner:
         Raises NonFiniteLoss on every rank if one of them finds a loss or gradient that is not finite; the weights are
         then as they were before that update.
         """
+        constrained = next((key for key in ref.keys if CONSTRAINED in ref.tags[key]), None)
+        if constrained is not None and self.algorithm.unconstrained:
+            raise UserError(f"{constrained}: drawn under a constraint: {self.algorithm.unconstrained}")
         share = Share.dealt(ref, self.ranks)
         batch = await self._rows(ref, share)
         self.student.set_rate(rate)
@@ -343,7 +348,8 @@ class Learner:
         return metrics, {name: column.select(kept) for name, column in columns.items()}
 
     async def _get(self, ref: BatchRef, names: Sequence[str]) -> Batch:
-        return await get_widened(self.queue, ref, names) if self.several_widths else await self.queue.get(ref, names)
+        get = get_widened(self.queue, ref, names) if self.several_widths else self.queue.get(ref, names)
+        return await with_constraints(self.queue, ref, await get)
 
     async def _rows(self, ref: BatchRef, share: Share) -> Batch:
         """Fetch this rank's rows and their group-span columns, which are stored with the first row of each group."""

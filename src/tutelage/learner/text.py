@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from tutelage.data.trajectory import Batch
+from tutelage.errors import UserError
 from tutelage.learner.packing import micro_batches
 from tutelage.learner.update import Chunk, action_offsets
 from tutelage.losses.contract import ModelOut
 from tutelage.models.causal_lm import CausalLM
 from tutelage.models.packing import pack
+from tutelage.policy.constraints import Allowed, ConstraintError, Masks, allowed_at, from_column
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Limits:
     """the rollout temperature, so that learner and sampler use the same distribution"""
     vocabulary: int
     """number of ids that student and teachers share"""
+    masks: Masks | None = None
+    """the ids that constraints allow, for rows that were drawn under some"""
 
     def split(self, batch: Batch) -> list[list[int]]:
         """Return the row numbers of each pass."""
@@ -42,6 +46,22 @@ class Limits:
         """Return the limits for evaluation, at temperature 1."""
         return replace(self, temperature=1.0)
 
+    def allowed(self, batch: Batch) -> Allowed | None:
+        """Return the ids that could be drawn at the actions of a batch; None if no row was drawn under a constraint."""
+        given = batch.objects.get("constraints", [])
+        if not any(given):
+            return None
+        assert self.masks is not None, "rows with constraints need masks"
+        found: list[bytes | None] = []
+        tokens, masks = (batch.columns[name].rows() for name in ("tokens", "mask"))
+        for key, ids, mask, spans in zip(batch.keys, tokens, masks, given, strict=True):
+            actions = mask.nonzero().squeeze(-1).tolist()
+            try:
+                found += allowed_at(self.masks, ids.tolist(), from_column(spans), actions)
+            except ConstraintError as error:
+                raise UserError(f"{key}: its tokens do not follow the constraint of its row: {error}") from error
+        return Allowed.of(found, self.vocabulary)
+
 
 class TextPass:
     """One forward pass over some rows."""
@@ -50,6 +70,8 @@ class TextPass:
         self.model, self.limits, self.part = model, limits, batch.select(rows)
         self.hidden, self.lengths = _action_states(model, self.part)
         """[actions, width]: hidden states at the actions; int64 [rows]: the number of actions of each row"""
+        self.allowed = limits.allowed(self.part) if model.value_head is None else None
+        """the ids that could be drawn at the actions, if some of them were constrained"""
         self._gradient = torch.empty_like(self.hidden)
         first = int(action_offsets(batch)[rows[0]]) if rows else 0
         self.positions = torch.arange(first, first + len(self.hidden))
@@ -63,7 +85,8 @@ class TextPass:
         for start in range(0, len(ids), self.limits.logit_tokens):
             at = slice(start, start + self.limits.logit_tokens)
             states = hidden[at].requires_grad_(torch.is_grad_enabled())
-            out = ModelOut(states, ids[at].to(device), head, self.limits.temperature, self.model.values)
+            inside = self.allowed.at(at, device) if self.allowed is not None else None
+            out = ModelOut(states, ids[at].to(device), head, self.limits.temperature, self.model.values, inside)
             yield Chunk(out, {name: values[at].to(device) for name, values in columns.items()}, self._seen(states))
             if states.grad is not None:
                 self._gradient[at] = states.grad

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tutelage.losses.fused import token_terms
-from tutelage.policy.text import tempered
+from tutelage.policy.text import ABSENT, restricted, tempered
 
 
 class ModelOut:
@@ -25,12 +25,15 @@ class ModelOut:
         head: Callable[[Tensor], Tensor],
         temperature: float,
         value_head: Callable[[Tensor], Tensor] | None = None,
+        allowed: Tensor | None = None,
     ) -> None:
         self.hidden = hidden
         """[actions, width]: the hidden state from which each action was sampled"""
         self.ids = ids
         """int64 [actions]: the sampled token ids"""
         self.temperature = temperature
+        self.allowed = allowed
+        """bool [actions, vocabulary]: ids that could be drawn at each action, if some were drawn under a constraint"""
         self._head = head
         self._value_head = value_head
 
@@ -48,13 +51,14 @@ class ModelOut:
 
     @cached_property
     def tempered(self) -> Tensor:
-        """float32 [actions, vocabulary]: logits divided by the rollout temperature"""
-        return tempered(self.logits, self.temperature)
+        """float32 [actions, vocabulary]: logits divided by the rollout temperature, within what was allowed"""
+        return restricted(tempered(self.logits, self.temperature), self.allowed)
 
     @cached_property
     def log_probs(self) -> Tensor:
-        """float32 [actions, vocabulary]: log-probs at the rollout temperature"""
-        return torch.log_softmax(self.tempered, dim=-1)
+        """float32 [actions, vocabulary]: log-probs at the rollout temperature; ABSENT for ids that were not allowed"""
+        found = torch.log_softmax(self.tempered, dim=-1)
+        return found if self.allowed is None else found.masked_fill(~self.allowed, ABSENT)
 
     @cached_property
     def _terms(self) -> tuple[Tensor, Tensor]:

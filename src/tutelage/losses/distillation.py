@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tutelage.policy.text import ABSENT as ABSENT
+
 FLOOR = -1000.0
 """Default lower bound of teacher log-probs, so that one excluded token (log-prob −inf) does not make a divergence
 infinite. The log-softmax of finite logits does not reach it and is used unchanged."""
@@ -54,9 +56,6 @@ def _log_mixture(p: Tensor, q: Tensor, share: float) -> Tensor:
 
 
 # ── some ids and a bucket for the rest ───────────────────────────────────────────────────────────────────────────────
-
-ABSENT = -1e4
-"""Log-prob of an outcome that exists on neither side: its probability is 0, and so is any difference."""
 
 
 def buckets(log_probs: Tensor, ids: Tensor, repeated: Tensor | None = None) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutelage.policy.text import ABSENT
+
 ROUNDING = 1000.0
 """Log-probs that differ by at most this many machine epsilons (1.2e-4 in float32) count as equal. Two ways to compute
 the same model differ by as much, and AdamW would turn such a difference into a full step."""
@@ -44,9 +46,15 @@ def token_terms(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logp, entropy
 
 
-def judge(logits: Tensor, ids: Tensor, teacher: Tensor, rule: Rule, floor: float) -> FusedDivergence:
-    """Compute a full-vocabulary divergence. `logits` are after temperature; `teacher` log-probs may be overwritten."""
-    outputs = _Divergence.apply(logits, ids, teacher, rule, floor)  # type: ignore[no-untyped-call]
+def judge(
+    logits: Tensor, ids: Tensor, teacher: Tensor, rule: Rule, floor: float, allowed: Tensor | None = None
+) -> FusedDivergence:
+    """Compute a full-vocabulary divergence. `logits` are after temperature; `teacher` log-probs may be overwritten.
+
+    `allowed`, bool [actions, vocabulary], are the ids that exist on both sides, if that is not all of them; logits and
+    teacher are restricted to them.
+    """
+    outputs = _Divergence.apply(logits, ids, teacher, rule, floor, allowed)  # type: ignore[no-untyped-call]
     return FusedDivergence(*outputs)
 
 
@@ -135,15 +143,18 @@ class _TokenTerms(torch.autograd.Function):
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, teacher: Tensor, rule: Rule, floor: float
+        ctx: Any, logits: Tensor, ids: Tensor, teacher: Tensor, rule: Rule, floor: float, allowed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         student = torch.log_softmax(logits, dim=-1)
+        if allowed is not None:
+            student.masked_fill_(~allowed, ABSENT)
         entropy = -torch.linalg.vecdot(student.exp(), student)
         logp, teacher_logp = (x.gather(-1, ids[:, None]).squeeze(-1) for x in (student, teacher))
         settled = _settled(student, teacher, agree(logp, teacher_logp))
         floored = torch.zeros_like(ids)
         low = (teacher.amin(-1) < floor).nonzero().squeeze(-1)
-        floored[low] = (teacher[low] < floor).sum(-1)
+        below = teacher[low] < floor
+        floored[low] = (below if allowed is None else below & allowed[low]).sum(-1)
         value, gradient = rule(student, teacher, floor)
         if bool(settled.any()):
             value, gradient = value.masked_fill(settled, 0.0), gradient.masked_fill_(settled[:, None], 0.0)
@@ -152,9 +163,9 @@ class _Divergence(torch.autograd.Function):
         return value, logp, entropy, teacher_logp, settled, floored
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(gradients[0][:, None]), None, None, None, None
+        return gradient.mul_(gradients[0][:, None]), None, None, None, None, None
 
 
 def _settled(student: Tensor, teacher: Tensor, candidates: Tensor) -> Tensor:

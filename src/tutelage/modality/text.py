@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tutelage.algorithms.build import build_algorithm
 from tutelage.algorithms.contract import Algorithm, TeacherHead
-from tutelage.config.engines import ENGINES, Abilities
+from tutelage.config.engines import ENGINES, Abilities, constraining
 from tutelage.config.measures import teachers_write
 from tutelage.config.objectives import PAYLOADS, PayloadName
 from tutelage.config.schema import Config, Reinforcement, TextSampling
@@ -53,6 +53,7 @@ from tutelage.models.loading import apply_lora, load_causal_lm, save_hf
 from tutelage.models.sources import name_for_others
 from tutelage.models.tokenizers import SafeTokenizer
 from tutelage.models.weights import copy_into
+from tutelage.policy.constraints import EXTRA, PACKAGE
 from tutelage.queue.contract import SampleQueue
 from tutelage.rollout.contract import Send
 from tutelage.rollout.runner import RolloutRequest
@@ -194,15 +195,19 @@ class TextModality(Modality):
         heads = [self._head(name, vocabulary, device, teachers.get(name)) for name in self.heads]
         return Embedded(
             checked=Checked(vocabulary, usable),
-            learner=build_learner(config, student, heads, queue, vocabulary, report=self.report),
+            learner=build_learner(
+                config, student, heads, queue, vocabulary, report=self.report, masks=tokenizer.masks(vocabulary)
+            ),
             student=student_engine(
                 config, tokenizer, vocabulary, device, lambda: student, shares_weights=self._shares_weights
             ),
             teachers={
-                name: teacher_engine(config, name, vocabulary, device, load, tokenizer.decode)
+                name: teacher_engine(config, name, vocabulary, device, load, tokenizer)
                 for name, load in ((n, partial(self._teacher, n, device, teachers)) for n in config.teachers)
             },
-            reference=reference_engine(config, vocabulary, self.report, device) if self.has_reference else None,
+            reference=reference_engine(config, vocabulary, self.report, device, tokenizer)
+            if self.has_reference
+            else None,
         )
 
     def _served_reaches(self) -> dict[str, Reach | None]:
@@ -243,8 +248,8 @@ class TextModality(Modality):
             return student_engine(config, self.tokenizer, vocabulary, device, load)
         if role == "teacher":
             load = partial(teacher_model, config, teacher, self.report, device)
-            return teacher_engine(config, teacher, vocabulary, device, load, self.tokenizer.decode)
-        return reference_engine(config, vocabulary, self.report, device)
+            return teacher_engine(config, teacher, vocabulary, device, load, self.tokenizer)
+        return reference_engine(config, vocabulary, self.report, device, self.tokenizer)
 
     def teacher_scorer(self, name: str, engine: Engine, vocabulary: int, device: str) -> Scorer:
         return cached_scorer(self.config, name, engine, vocabulary, device)
@@ -253,7 +258,17 @@ class TextModality(Modality):
         config = self.config
         heads = [self._head(name, vocabulary, device) for name in self.heads]
         student = student_model(config, self.report, device, wide=ranks.count > 1)
-        return build_learner(config, student, heads, queue, vocabulary, ranks=ranks, spread=spread, report=self.report)
+        return build_learner(
+            config,
+            student,
+            heads,
+            queue,
+            vocabulary,
+            ranks=ranks,
+            spread=spread,
+            report=self.report,
+            masks=self.tokenizer.masks(vocabulary),
+        )
 
     @property
     def has_reference(self) -> bool:
@@ -267,10 +282,33 @@ class TextModality(Modality):
 
     def _episodes(self, send: Send) -> TextEpisodes:
         config = self.config
-        return TextEpisodes(self.tokenizer, config.data.max_prompt_tokens, send, config.engine.context)
+        limit = config.data.max_prompt_tokens
+        return TextEpisodes(self.tokenizer, limit, send, config.engine.context, self.unconstrained)
+
+    @property
+    def unconstrained(self) -> str:
+        """Why answers of this run cannot be drawn under a constraint, and what to change; empty if they can."""
+        config, algorithm = self.config, self.algorithm()
+        if not ENGINES[config.engine.kind].constrains:
+            return f"engine.kind {config.engine.kind} cannot constrain what is drawn; these can: {constraining()}"
+        if find_spec(PACKAGE) is None:
+            return str(missing_extra("constrained decoding", PACKAGE, EXTRA))
+        if algorithm.unconstrained:
+            return algorithm.unconstrained
+        asked = {f"payload {algorithm.payload}": payload.want(algorithm.payload, algorithm.top_k)}
+        if config.data.validation is not None:
+            asked["the evaluation on data.validation"] = self.evaluation_want
+        for name in config.teachers:
+            for what, want in asked.items():
+                if want != Want(hidden=want.hidden) and not self.abilities(name).constrains:
+                    return (
+                        f"the engine of teachers.{name} cannot score within a constraint, which {what} needs; these "
+                        f"can: {constraining()}. Payload full works with every engine that gives hidden states"
+                    )
+        return ""
 
     def reward_input(self, trajectory: Trajectory) -> tuple[str, None]:
-        ids = trajectory.tokens[trajectory.mask].tolist()
+        ids = trajectory.tokens[trajectory.written].tolist()
         return self.tokenizer.decode(ids, skip_special=True), None
 
     def _resident(self, name: str, index: int, pool: TeacherPool) -> ResidentTeacher:

@@ -27,6 +27,7 @@ from tutelage.models.dtype import choose_dtype
 from tutelage.models.layers import recompute
 from tutelage.models.loading import float32_weights, load_causal_lm
 from tutelage.models.weights import trainable
+from tutelage.policy.constraints import Masks
 from tutelage.queue.contract import SampleQueue
 
 
@@ -40,9 +41,10 @@ def build_learner(
     ranks: Ranks = alone,
     spread: Spread = lambda model: None,
     report: Report = silent,
+    masks: Masks | None = None,
 ) -> Learner:
     """One rank of the learner, with the critic if the algorithm has one. `heads` are those of the teachers; empty if
-    neither the algorithm nor evaluations read hidden states."""
+    neither the algorithm nor evaluations read hidden states. `masks` are needed for rows with constraints only."""
     spread(student)
     critic = _critic_model(config, report, str(student.device), wide=ranks.count > 1)
     if critic is not None:
@@ -56,6 +58,7 @@ def build_learner(
         logit_tokens=config.optimizer.logit_tokens,
         temperature=config.student_temperature,
         vocabulary=vocabulary,
+        masks=masks,
     )
     return Learner(
         algorithm=build_algorithm(config, heads),

@@ -203,6 +203,7 @@ def student_engine(
         context=config.engine.context,
         vocabulary=vocabulary,
         decode=tokenizer.decode,
+        masks=tokenizer.masks(vocabulary),
         prefix_tokens=_prefix_tokens(config),
         devices=_devices(config, "engine.pool"),
         gpu_memory=config.engine.gpu_memory,
@@ -217,9 +218,10 @@ def teacher_engine(
     vocabulary: int,
     device: str,
     load: Callable[[], CausalLM],
-    decode: Callable[[list[int]], str] | None = None,
+    tokenizer: SafeTokenizer | None = None,
 ) -> Engine:
-    """The engine of a teacher. `decode` turns the student's ids into text, for servers that name no ids."""
+    """The engine of a teacher. The student's `tokenizer` turns ids into text, for servers that name no ids, and knows
+    what constraints allow."""
     settings = config.teachers[name]
     spec = TextSpec(
         role="teacher",
@@ -232,7 +234,8 @@ def teacher_engine(
         temperature=config.teacher_temperature(name),
         vocabulary=vocabulary,
         prefix_tokens=_prefix_tokens(config),
-        decode=decode,
+        decode=tokenizer.decode if tokenizer is not None else None,
+        masks=tokenizer.masks(vocabulary) if tokenizer is not None else None,
         endpoint=endpoint(settings),
         dtype=settings.dtype,
         devices=_devices(config, f"teachers.{name}.pool"),
@@ -259,7 +262,13 @@ def cached_scorer(config: Config, name: str, engine: Engine, vocabulary: int, de
     return CachedScorer(engine, cache, json.dumps(identity, sort_keys=True))
 
 
-def reference_engine(config: Config, vocabulary: int, report: Report = silent, device: str = "cpu") -> Engine:
+def reference_engine(
+    config: Config,
+    vocabulary: int,
+    report: Report = silent,
+    device: str = "cpu",
+    tokenizer: SafeTokenizer | None = None,
+) -> Engine:
     """The student as it was before training."""
 
     def load() -> CausalLM:
@@ -275,6 +284,7 @@ def reference_engine(config: Config, vocabulary: int, report: Report = silent, d
         context=config.engine.context,
         temperature=temperature,
         vocabulary=vocabulary,
+        masks=tokenizer.masks(vocabulary) if tokenizer is not None else None,
         devices=_devices(config, "algorithm.reference_pool"),
         gpu_memory=config.engine.gpu_memory,
     )

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from tutelage.data.messages import Message
 from tutelage.data.notes import Report
 from tutelage.models.sources import ModelError, resolve
+from tutelage.policy.constraints import TokenMasks
 
 _UNFINISHED = "\ufffd"
 """The replacement character that decoders emit for an incomplete character."""
@@ -55,12 +56,24 @@ class SafeTokenizer:
         """The largest id plus one; an output head may be larger because of padding."""
         template: Any = tokenizer.chat_template
         self.chat_template: str | None = template.get("default") if isinstance(template, dict) else template
+        self._masks: dict[int, TokenMasks] = {}
 
     @classmethod
     def load(cls, path: str | Path, progress: Report | None = None) -> SafeTokenizer:
         """Load the tokenizer of a model with the end-of-turn ids of its generation config."""
         directory = resolve(str(path), progress)
         return cls(load_tokenizer(directory), _generation_eos(directory))
+
+    @property
+    def definition(self) -> str:
+        """The tokenizer as JSON, as in tokenizer.json."""
+        with self._lock:
+            content = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        return json.dumps({**content, "padding": None, "truncation": None})
+
+    def masks(self, vocabulary: int) -> TokenMasks:
+        """Return what constraints allow among the ids below `vocabulary`; the same object for every caller."""
+        return self._masks.setdefault(vocabulary, TokenMasks(lambda: self.definition, self.eos_ids, vocabulary))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation, through the chat template, up to where the assistant writes next: in a turn of

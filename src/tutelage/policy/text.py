@@ -1,4 +1,5 @@
-"""Computations that sampler and learner share for text: the distribution after temperature, log-probs, sampling."""
+"""Computations that sampler and learner share for text: the distribution after temperature and within a constraint,
+log-probs, sampling."""
 
 from __future__ import annotations
 
@@ -6,6 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+BARRED = -1e30
+"""The logit of an id that may not be written. Its probability is exactly 0, and as it is finite, 0 · log 0 is 0."""
+ABSENT = -1e4
+"""The log-prob of an outcome that exists on neither side: its probability is 0, and so is any difference."""
 
 
 def wide(values: Tensor) -> Tensor:
@@ -18,9 +24,23 @@ def tempered(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return wide(logits) if temperature in (0.0, 1.0) else wide(logits) / temperature
 
 
-def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute log-probs […, vocabulary] after temperature."""
-    return torch.log_softmax(tempered(logits, temperature), dim=-1)
+def restricted(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """Give the ids that are not `allowed`, bool […, vocabulary], a probability of 0; None allows all ids."""
+    return logits if allowed is None else logits.masked_fill(~allowed, BARRED)
+
+
+def log_probs(logits: Tensor, temperature: float = 1.0, allowed: Tensor | None = None) -> Tensor:
+    """Compute log-probs […, vocabulary] after temperature, within the `allowed` ids; those of others are ABSENT."""
+    found = torch.log_softmax(restricted(tempered(logits, temperature), allowed), dim=-1)
+    return found if allowed is None else found.masked_fill(~allowed, ABSENT)
+
+
+def renormalised(log_probs: Tensor, allowed: Tensor | None) -> Tensor:
+    """Restrict log-probs […, vocabulary] to the `allowed` ids and normalise them again; those of others are ABSENT."""
+    if allowed is None:
+        return log_probs
+    inside = log_probs.masked_fill(~allowed, float("-inf"))
+    return (inside - inside.logsumexp(-1, keepdim=True)).masked_fill(~allowed, ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +78,7 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings, banned: Tensor
     """
     greedy = settings.temperature == 0
     temperature = torch.where(greedy, torch.ones_like(settings.temperature), settings.temperature)
-    scaled = logits.float() if bool((temperature == 1).all()) else logits.float() / temperature[:, None]
+    scaled = wide(logits) if bool((temperature == 1).all()) else wide(logits) / temperature[:, None]
     probs = torch.softmax(scaled, dim=-1)
     kept = probs
     if banned is not None:

@@ -9,7 +9,8 @@ import torch
 
 from tutelage.algorithms.contract import Episodes
 from tutelage.data.ragged import Ragged
-from tutelage.data.trajectory import Batch, Prompt
+from tutelage.data.trajectory import Batch, Prompt, written
+from tutelage.queue.constrained import with_constraints
 from tutelage.queue.contract import BatchRef, SampleQueue
 from tutelage.record.run_directory import RolloutRow
 from tutelage.rollout.judges import part_means
@@ -61,6 +62,7 @@ async def rollout_rows(
     if not shown.keys or "student_logp" not in columns or "tokens" not in ref.columns:
         return []
     batch = await queue.get(shown, ("tokens", "mask", "version", "teacher_index", "reward", "reward_parts"))
+    batch = await with_constraints(queue, shown, batch)
     by_uid = {prompt.uid: prompt for prompt in prompts}
     return [
         _rollout_row(batch, number, columns, by_uid[key.uid], str(ref.tags[key]["finish"]), pieces, teacher_of, rewards)
@@ -78,14 +80,14 @@ def _rollout_row(
     teacher_of: Callable[[Prompt], str | None],
     rewards: Sequence[str],
 ) -> RolloutRow:
-    ids = batch.columns["tokens"].row(number)[batch.columns["mask"].row(number)].tolist()
+    ids, texts = written_pieces(batch, number, pieces)
     reward = batch.rows.get("reward")
     return RolloutRow(
         key=batch.keys[number],
         prompt=prompt.request,
         teacher=teacher_of(prompt),
-        pieces=tuple(pieces(ids)),
-        ids=tuple(ids),
+        pieces=texts,
+        ids=ids,
         student_logp=tuple(columns["student_logp"].row(number).tolist()),
         teacher_logp=_row(columns, "teacher_logp", number),
         divergence=_row(columns, "divergence", number),
@@ -95,6 +97,25 @@ def _rollout_row(
         advantage=_row(columns, "advantage", number),
         reward_parts=named_parts(batch, number, rewards),
     )
+
+
+def written_pieces(
+    batch: Batch, number: int, pieces: Callable[[list[int]], Sequence[str]]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids of a row's actions, and the text of each. Tokens that a constraint forced belong to the text of
+    the next action, those at the end to that of the last one, so that the texts join to what the student wrote."""
+    tokens, mask = batch.columns["tokens"].row(number), batch.columns["mask"].row(number)
+    spans = batch.objects["constraints"][number] if "constraints" in batch.objects else ()
+    own = written(mask, spans)
+    texts, waiting = list[str](), ""
+    for text, acted in zip(pieces(tokens[own].tolist()), mask[own].tolist(), strict=True):
+        waiting += text
+        if acted:
+            texts.append(waiting)
+            waiting = ""
+    if texts:
+        texts[-1] += waiting
+    return tuple(tokens[mask].tolist()), tuple(texts)
 
 
 def named_parts(batch: Batch, number: int, rewards: Sequence[str]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from tutelage.queue.contract import SampleQueue
 from tutelage.rewards.contract import REWARDS, Answer, Media, RewardSpec
 from tutelage.rewards.processes.pool import RewardPool
 from tutelage.rollout.scoring import EpisodeJudge, EpisodeScorer, Judge
-from tutelage.teachers.client import TeacherClient, runs
+from tutelage.teachers.client import TeacherClient, constraints_of, runs
 from tutelage.teachers.pool import Scorer
 
 
@@ -115,7 +115,9 @@ class Judges:
 
 def _reference_judge(engine: Scorer) -> Judge:
     async def judge(key: Key, prompt: Prompt, trajectory: Trajectory) -> dict[str, Tensor]:
-        request = ScoreRequest(key, trajectory.tokens, tuple(runs(trajectory.mask)), Want(sampled=True), "reference")
+        tokens, spans, want = trajectory.tokens, tuple(runs(trajectory.mask)), Want(sampled=True)
+        inside = constraints_of(trajectory, len(tokens))
+        request = ScoreRequest(key, tokens, spans, want, "reference", constraints=inside)
         scores = await engine.score(request)
         assert scores.logp is not None
         return {"reference_logp": scores.logp}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tutelage.data.trajectory import Episode, Key, Prompt, Trajectory
 from tutelage.errors import CannotJudge, UserError
+from tutelage.queue.constrained import CONSTRAINED
 from tutelage.queue.contract import SampleQueue
 
 Judge = Callable[[Key, Prompt, Trajectory], Awaitable[dict[str, Tensor]]]
@@ -99,7 +100,9 @@ async def _outcomes(work: Sequence[Coroutine[Any, Any, None]]) -> list[BaseExcep
 
 def _tags(trajectory: Trajectory, step: int) -> dict[str, int | float | str]:
     """Return the tags of a row, which can be read without its data."""
+    constrained: dict[str, int | float | str] = {CONSTRAINED: 1} if trajectory.extra.get("constraints") else {}
     return {
+        **constrained,
         "step": step,
         "finish": trajectory.finish,
         "tokens": trajectory.mask.shape[0],

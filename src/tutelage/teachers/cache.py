@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tutelage.data import durable
 from tutelage.engines.contract import AnyScoreRequest, ScoreRequest, Scores
+from tutelage.policy.constraints import as_column
 from tutelage.teachers.pool import Scorer
 
 FORMAT = 1
@@ -197,7 +198,9 @@ def _checksum(name: str, body: bytes | memoryview) -> bytes:
 def entry_name(identity: str, request: ScoreRequest) -> str:
     """Return the name of the scores that a teacher of this identity gives to a request."""
     want = request.want
-    asked = [FORMAT, identity, want.fields(), want.top_k, request.spans, len(request.tokens)]
+    asked: list[object] = [FORMAT, identity, want.fields(), want.top_k, request.spans, len(request.tokens)]
+    if request.constraints:
+        asked.append(as_column(request.constraints))
     digest = hashlib.sha256(json.dumps(asked).encode() + b"\0")
     digest.update(_bytes(request.tokens))
     if want.given and request.ids is not None:

@@ -21,6 +21,7 @@ from tutelage.data.messages import Message
 from tutelage.data.trajectory import Key, Prompt, Trajectory
 from tutelage.engines.contract import DiffusionSampling, ScoreRequest, Scores, StepScoreRequest, Want
 from tutelage.errors import UserError
+from tutelage.policy.constraints import ConstrainedSpan, from_column
 from tutelage.teachers.pool import TeacherPool
 
 
@@ -81,7 +82,8 @@ class TeacherClient:
                 f"{key}: payloads student_top_k and union need the student's own top k, which this trajectory does not "
                 "carry: its loop must pass Generation.top_ids on as the column student_topk_ids"
             )
-        request = ScoreRequest(key, tokens, spans, want, name, self.deadline, ids if want.given else None)
+        inside = constraints_of(trajectory, len(tokens))
+        request = ScoreRequest(key, tokens, spans, want, name, self.deadline, ids if want.given else None, inside)
         scores = await teacher.pool.score(request)
         return _columns(scores, teacher.index)
 
@@ -97,6 +99,17 @@ def align(
     context = torch.tensor(own_context(teacher, prompt, trajectory), dtype=torch.int64)
     shift = len(context) - start
     return torch.cat([context, trajectory.tokens[start:]]), tuple((a + shift, b + shift) for a, b in spans)
+
+
+def constraints_of(trajectory: Trajectory, length: int) -> tuple[ConstrainedSpan, ...]:
+    """Return the constraints of the student's actions, as spans of the `length` tokens that the scorer reads. These end
+    as the trajectory does."""
+    shift = length - len(trajectory.tokens)
+    return tuple(
+        ConstrainedSpan(start + shift, end + shift, constraint)
+        for start, end, constraint in from_column(trajectory.extra.get("constraints", ()))
+        if bool(trajectory.mask[start:end].any())
+    )
 
 
 def own_context(teacher: ResidentTeacher, prompt: Prompt, trajectory: Trajectory) -> list[int]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from repository import ROOT
 from tutelage.data.trajectory import Key
 from tutelage.engines.contract import AnyScoreRequest, ScoreRequest, Scores, Want
+from tutelage.policy.constraints import ConstrainedSpan, Constraint
 from tutelage.teachers.cache import CacheCounts, CachedScorer, ScoreCache, entry_name
 
 LARGE = 10**9
@@ -109,6 +110,7 @@ def test_scores_without_actions_are_stored(tmp_path: Path) -> None:
         lambda r: replace(r, want=Want(sampled=True)),
         lambda r: replace(r, want=Want(sampled=True, given=True, top_k=1)),
         lambda r: replace(r, want=Want(sampled=True, given=True, hidden=True)),
+        lambda r: replace(r, constraints=(ConstrainedSpan(2, 5, Constraint("regex", ".*")),)),
         lambda r: replace(r, ids=torch.tensor([[1, 2], [3, 5]])),
         lambda r: replace(r, ids=torch.tensor([[1], [2]])),
         lambda r: replace(r, ids=torch.tensor([[1, 2, 3, 4]])),
@@ -116,6 +118,12 @@ def test_scores_without_actions_are_stored(tmp_path: Path) -> None:
 )
 def test_other_requests_have_other_names(change: Callable[[ScoreRequest], ScoreRequest]) -> None:
     assert entry_name("teacher", change(REQUEST)) != entry_name("teacher", REQUEST)
+
+
+def test_requests_under_different_constraints_have_different_names() -> None:
+    a, grammar = Constraint("regex", "a"), Constraint("lark", "a")
+    spans = [ConstrainedSpan(2, 5, a), ConstrainedSpan(2, 5, grammar), ConstrainedSpan(2, 4, a)]
+    assert len({entry_name("teacher", replace(REQUEST, constraints=(span,))) for span in spans}) == 3
 
 
 def test_numbers_of_top_k_differ_and_identities_differ() -> None:
